@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,29 +72,38 @@ def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None
     return find(True)
 
 
-def save_at_once(ctx: Any, *tensors: torch.Tensor | None) -> None:
-    """Save tensors for the backward of an `autograd.Function` at this point of its forward.
+class SavedTensor:
+    """A tensor that is saved for backward at this point of the forward.
 
-    Those of `ctx.save_for_backward` are saved when forward has returned, so that a recomputation,
-    which ends with the last saved tensor, computes results that nothing uses. Where torch has no
-    API for it, they are saved then.
+    As those of autograd's nodes, it goes through `saved_tensors_hooks`, and its values must not be
+    written afterwards; a torch without an API for it does not check the latter. What
+    `ctx.save_for_backward` saves is saved when a forward has returned, so that a recomputation,
+    which ends with the last saved tensor, computes results that nothing uses.
     """
-    make = getattr(torch._C._autograd, "_make_saved_tensor", None)  # type: ignore[attr-defined]
-    if make is None:
-        ctx.save_for_backward(*tensors)
-        return
-    ctx.saved_at_once = [None if x is None else make(x, False) for x in tensors]
+
+    def __init__(self, x: torch.Tensor) -> None:
+        make = getattr(torch._C._autograd, "_make_saved_tensor", None)  # type: ignore[attr-defined]
+        self._unpack: Callable[[], torch.Tensor] | None
+        if make is not None:
+            self._unpack = make(x, False).unpack
+            return
+        pack, unpack = saved_tensor_hooks() or (_same, _same)
+        self._unpack = partial(unpack, pack(x.detach()))
+
+    def take(self) -> torch.Tensor:
+        """Return the tensor without its graph, and free it.
+
+        Raises:
+            RuntimeError: it is freed already, or has been written since it was saved.
+        """
+        unpack, self._unpack = self._unpack, None
+        if unpack is None:
+            raise RuntimeError("a saved tensor was taken twice, by a second backward")
+        return unpack().detach()
 
 
-def take_saved(ctx: Any) -> list[Any]:
-    """Return the tensors of `save_at_once`, without their graph, and free them, in backward.
-
-    None stands in place of None.
-    """
-    saved = ctx.__dict__.pop("saved_at_once", None)
-    if saved is None:
-        return [None if x is None else x.detach() for x in ctx.saved_tensors]
-    return [None if x is None else x.unpack().detach() for x in saved]
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x
 
 
 # Whether the tensor itself requires grad, without `__torch_function__`; assumed True if torch has

@@ -1,5 +1,4 @@
-"""`SplitBackward`: backward of one stage and one microbatch in two parts, I for the stage's inputs
-and W for its weights.
+"""`SplitBackward`: a backward in two parts, I for a stage's inputs and W for its weights.
 
     F   with split.recording():     linear -> norm -> linear       operators with weights are marked
             y = stage(x)
@@ -16,7 +15,7 @@ microbatch in W, as they see it in a backward that is not split. Results have th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -88,8 +87,7 @@ class SplitBackward:
     def backward_input(
         self, outputs: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor | None]
     ) -> None:
-        """Run backward without the deferred weight gradients, as
-        `torch.autograd.backward(outputs, grads)`.
+        """Run `torch.autograd.backward(outputs, grads)` without the deferred weight gradients.
 
         Gradients of the stage's inputs are complete afterwards, those of parameters come with
         `backward_weight`.
@@ -257,30 +255,34 @@ class _MarkWeights(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _NOT_OPERATORS or torch.compiler.is_compiling():
             return func(*args, **kwargs)
+        for kind in types:
+            if issubclass(kind, ShardedTensor):
+                return self._sharded(kind, func, types, args, kwargs)
+        if func is torch.autograd.backward:
+            run = self._backward if torch.is_grad_enabled() else func
+            return run(*args, **kwargs)
+        weights = self._weights_in((*args, *kwargs.values()))
+        if not weights:
+            return func(*args, **kwargs)
         if not torch.is_grad_enabled():  # as in the forward of a reentrant checkpoint
             self._phase.may_recompute = True
             return func(*args, **kwargs)
         if engine_hooks.saved_tensor_hooks() is not None:
             self._phase.may_recompute = True
-        for kind in types:
-            if issubclass(kind, ShardedTensor):
-                self._weights.add_sharded(tensors_in((*args, *kwargs.values())))
-                with self:  # for the operators on local parts
-                    return kind.__torch_function__(func, types, args, kwargs)
-        if func is torch.autograd.backward:
-            return self._backward(*args, **kwargs)
         if thread_context.recorder is not None or engine_hooks.transforming():
             return func(*args, **kwargs)
-        if name in _AUTOCAST_OPERATORS:
+        if name in _AUTOCAST_OPERATORS and torch.is_autocast_enabled(weights[0].device.type):
             args = map_tensors(self._cast, args)
             kwargs = dict(zip(kwargs, map_tensors(self._cast, kwargs.values()), strict=True))
-        weights = self._weights_in(args, kwargs)
-        if not weights:
-            return func(*args, **kwargs)
+            weights = self._weights_in((*args, *kwargs.values()))
+
+        def is_weight(x: Any) -> bool:
+            return any(x is weight for weight in weights)
+
         operands = OPERANDS.get(func)
-        call = None if operands is None else operands(self._is_weight, *args, **kwargs)
+        call = None if operands is None else operands(is_weight, *args, **kwargs)
         if call is not None and self._can_defer(call):
-            return self._defer(call)
+            return self._defer(call, is_weight(call.x))
         if args and weights[0] is args[0] and _is_conversion(name, args):
             return func(*args, **kwargs)
         written = args[0] if args and _writes_first(name) else None
@@ -288,11 +290,22 @@ class _MarkWeights(TorchFunctionMode):
         uses = [use(self._weights, self._phase, x) for x in reversed(weights) if x is not written]
 
         def next_use(x: Tensor) -> Tensor:
-            return uses.pop() if x is not written and self._is_weight(x) else x
+            return uses.pop() if x is not written and is_weight(x) else x
 
         args = map_tensors(next_use, args)
         kwargs = dict(zip(kwargs, map_tensors(next_use, kwargs.values()), strict=True))
         return func(*args, **kwargs)
+
+    def _sharded(
+        self, kind: Any, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run an operator on ShardedTensors; those on their local parts are marked."""
+        if not torch.is_grad_enabled():
+            self._phase.may_recompute = True
+            return func(*args, **kwargs)
+        self._weights.add_sharded(tensors_in((*args, *kwargs.values())))
+        with self:
+            return kind.__torch_function__(func, types, args, kwargs)
 
     def _backward(self, tensors: Any, grad_tensors: Any = None, **options: Any) -> None:
         """Run `torch.autograd.backward` inside of this mode, for what it recomputes."""
@@ -302,36 +315,30 @@ class _MarkWeights(TorchFunctionMode):
         with self:  # which does not see a backward from edges
             return torch.autograd.backward(edges, grad_tensors, **options)
 
-    def _weights_in(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    def _weights_in(self, operands: Iterable[Any]) -> list[Tensor]:
         """Return the weights among the operands of a call, also those in lists and the like."""
         weights: list[Tensor] = []
-        for x in (*args, *kwargs.values()):
-            if isinstance(x, Tensor):
-                if self._is_weight(x):
+        for x in operands:
+            if _is_plain(x):
+                if x.requires_grad and self._weights.is_weight(x):
                     weights.append(x)
             elif isinstance(x, (list, tuple, dict)):
-                weights.extend(y for y in tensors_in((x,)) if self._is_weight(y))
+                weights += self._weights_in(tensors_in((x,)))
         return weights
 
-    def _is_weight(self, x: Any) -> bool:
-        is_plain = type(x) is Tensor or type(x) is nn.Parameter
-        return is_plain and x.requires_grad and self._weights.is_weight(x)
-
-    def _used(self, x: Tensor) -> Tensor:
-        return use(self._weights, self._phase, x) if self._is_weight(x) else x
-
     def _can_defer(self, call: Operands) -> bool:
-        plain = [x for x in (call.x, call.weight, call.bias) if x is not None]
-        if not all(type(x) is Tensor or type(x) is nn.Parameter for x in plain):
+        if not all(x is None or _is_plain(x) for x in (call.x, call.weight, call.bias)):
             return False
         if not call.weight.is_floating_point():
             return False
         return call.autocast or not torch.is_autocast_enabled(call.weight.device.type)
 
-    def _defer(self, call: Operands) -> Tensor:
+    def _defer(self, call: Operands, is_input_a_weight: bool) -> Tensor:
         x, weight, bias = call.x, call.weight, call.bias
         grad = self._weights.add_use(weight)  # before that of the input, as in `__torch_function__`
-        return defer(call.operator, self._weights, self._phase, self._used(x), weight, grad, bias)
+        if is_input_a_weight:
+            x = use(self._weights, self._phase, x)
+        return defer(call.operator, self._weights, self._phase, x, weight, grad, bias)
 
     def _cast(self, x: Tensor) -> Tensor:
         """Return an operand as autocast does; a leaf is cast once in a forward."""
@@ -352,6 +359,12 @@ class _MarkWeights(TorchFunctionMode):
         if id(x) not in self._casts:
             self._casts[id(x)] = x, x.to(dtype)
         return self._casts[id(x)][1]
+
+
+def _is_plain(x: Any) -> bool:
+    """Return whether an operand is a tensor of no other subclass than a parameter."""
+    kind = type(x)
+    return kind is Tensor or kind is nn.Parameter
 
 
 def _is_conversion(name: str, args: Sequence[Any]) -> bool:

@@ -1,18 +1,17 @@
-"""Operators that compute the gradients of their inputs in one backward, and those of their weights
-in a later one.
+"""Operators whose weight gradients are computed in a later backward than those of their inputs.
 
     y = f(x, weight)
     backward for the inputs     grad_x = grad_y @ weight.t()             x and grad_y are kept
     backward for the weights    grad_weight = x.t() @ grad_y             they are freed
 
-The formulas are those of torch's own derivatives, also in the strides of operands, so that
-gradients have the same bits.
+Gradients of inputs are computed by torch's own nodes. The formulas of weight gradients are those of
+torch's derivatives, also in the strides of operands, so that gradients have the same bits.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ....autograd.engine_hooks import save_at_once, take_saved
+from ....autograd.engine_hooks import SavedTensor
 from .weights import WeightGrad, Weights
 
 
@@ -62,14 +61,12 @@ class Operator(NamedTuple):
 
     Attributes:
         forward: (input, weight, bias) -> result.
-        input_grad: (grad of the result, input's form, weight) -> gradient of the input.
         weight_grad: (grad of the result, input, weight's form) -> gradient of the weight.
         bias_grad: (grad of the result, input's form) -> gradient of the bias, before it is summed
             to the bias' shape.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-    input_grad: Callable[[Tensor, Form, Tensor], Tensor]
     weight_grad: Callable[[Tensor, Tensor, Form], Tensor]
     bias_grad: Callable[[Tensor, Form], Tensor] | None = None
 
@@ -114,57 +111,96 @@ def defer(
         weight, grad: a weight, see `Weights.is_weight`, and its gradient from this use.
         bias: a weight or any other tensor.
     """
-    bias_weight_grad = None
+    bias_grad = None
     if bias is not None and bias.requires_grad and weights.is_weight(bias):
-        bias_weight_grad = weights.add_use(bias)
+        bias_grad = weights.add_use(bias)
         bias = bias.detach()
-    call = _Call(operator, phase, weight, grad, bias_weight_grad)
-    return _Deferred.apply(call, grad.anchor, x, bias)  # type: ignore[return-value]
+    call = _Call(operator, phase, grad, bias_grad, Form.of(x), Form.of(weight), bias)
+    if x.requires_grad:
+        return _with_hook(call, x, weight, bias)
+    return _Deferred.apply(call, grad.anchor, x, weight.detach(), bias)  # type: ignore[return-value]
 
 
-class _Call(NamedTuple):
-    operator: Operator
-    phase: Phase
-    weight: Tensor
-    weight_grad: WeightGrad
-    bias_weight_grad: WeightGrad | None
+class _Call:
+    """A call of an operator whose weight gradients are deferred, without its operands."""
+
+    def __init__(
+        self,
+        operator: Operator,
+        phase: Phase,
+        weight_grad: WeightGrad,
+        bias_grad: WeightGrad | None,
+        x_form: Form,
+        weight_form: Form,
+        bias: Tensor | None,
+    ) -> None:
+        self.operator, self.phase = operator, phase
+        self.weight_grad, self.bias_grad = weight_grad, bias_grad
+        self.x_form, self.weight_form = x_form, weight_form
+        self._bias_shape = None if bias is None else bias.shape
+
+    def defer(self, grad: Tensor, x: Tensor) -> None:
+        """Defer the gradients of the weight, and of a bias that is one.
+
+        Args:
+            grad: of the result, or of the matrix that it is a view of.
+            x: the input, without its graph.
+        """
+        self.weight_grad.compute = partial(self.operator.weight_grad, grad, x, self.weight_form)
+        if self.bias_grad is not None:
+            self.bias_grad.compute = partial(_same, self.grad_of_bias(grad))
+
+    def grad_of_bias(self, grad: Tensor) -> Tensor:
+        return self.operator.bias_grad(grad, self.x_form).sum_to_size(self._bias_shape)  # type: ignore[misc]
+
+
+def _with_hook(call: _Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the result, with torch's own backward for the input.
+
+    A hook of its node defers what concerns the weight.
+    """
+    saved = SavedTensor(x)
+    result = call.operator.forward(x, weight.detach(), bias)
+    # A view gets another node where it is written; that of its base stays.
+    whole = result._base if result._is_view() else result
+
+    def defer_grads(grads: Sequence[Tensor | None]) -> None:
+        call.phase.check()
+        if grads[0] is not None:
+            call.defer(grads[0], saved.take())
+
+    whole.grad_fn.register_prehook(defer_grads)  # type: ignore[union-attr]
+    return result
 
 
 class _Deferred(torch.autograd.Function):
+    """The operator of an input without gradient; its result requires one because of the anchor."""
+
     @staticmethod
-    def forward(ctx: Any, call: _Call, _: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-        weight = call.weight
+    def forward(
+        ctx: Any, call: _Call, _: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.operator, ctx.phase, ctx.weight_grad = call.operator, call.phase, call.weight_grad
-        ctx.bias_weight_grad = call.bias_weight_grad
-        ctx.bias_shape = None if bias is None else bias.shape
-        ctx.x_form, ctx.weight_form = Form.of(x), Form.of(weight)
-        save_at_once(ctx, x, weight.detach() if ctx.needs_input_grad[2] else None)
-        return call.operator.forward(x, weight, bias)  # the weight still requires grad, as in torch
+        ctx.call, ctx.saved = call, SavedTensor(x)
+        return call.operator.forward(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        ctx.phase.check()
+        call: _Call = ctx.call
+        call.phase.check()
         (grad,) = grads
         if grad is None:
-            return None, None, None, None
-        operator: Operator = ctx.operator
-        x, weight = take_saved(ctx)
-        ctx.weight_grad.compute = partial(operator.weight_grad, grad, x, ctx.weight_form)  # type: ignore[arg-type]
-        x_grad = None if weight is None else operator.input_grad(grad, ctx.x_form, weight)
-        bias_grad = None
-        bias_weight_grad: WeightGrad | None = ctx.bias_weight_grad
-        if ctx.needs_input_grad[3] or bias_weight_grad is not None:
-            bias_grad = operator.bias_grad(grad, ctx.x_form).sum_to_size(ctx.bias_shape)  # type: ignore[misc]
-        if bias_weight_grad is not None:
-            bias_weight_grad.compute = partial(_same, bias_grad)
-            bias_grad = None
-        return None, None, x_grad, bias_grad
+            return None, None, None, None, None
+        call.defer(grad, ctx.saved.take())
+        bias_grad = call.grad_of_bias(grad) if ctx.needs_input_grad[4] else None
+        return None, None, None, None, bias_grad
 
 
 def use(weights: Weights, phase: Phase, weight: Tensor) -> Tensor:
-    """Return a weight as an operand of any operator, which computes its gradient in the backward
-    for the inputs. It is added to the weight's in the backward for the weights.
+    """Return a weight as an operand of any operator.
+
+    The operator computes its gradient in the backward for the inputs; it is added to the weight's
+    in the backward for the weights.
     """
     grad = weights.add_use(weight)
     return _Used.apply(grad, phase, grad.anchor, weight.detach())  # type: ignore[return-value]
@@ -211,13 +247,6 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _folded_left_grad(grad: Tensor, left: Form, right: Tensor) -> Tensor:
-    """Return the gradient of `left` in `left @ right`, where `right` is a matrix."""
-    if len(left.shape) == 2:
-        return _left_grad(grad, left, right)
-    return (_rows(grad) @ right.mT).reshape(left.shape)
-
-
 def _linear_weight_grad(grad: Tensor, x: Tensor, weight: Form) -> Tensor:
     return _right_grad(_rows(grad), _rows(x), weight.transposed).mT
 
@@ -226,29 +255,38 @@ def _linear_bias_grad(grad: Tensor, x: Form) -> Tensor:
     return _rows(grad) if x.is_contiguous else grad  # else torch adds the bias after the product
 
 
-LINEAR = Operator(
-    F.linear,
-    lambda grad, x, weight: _folded_left_grad(grad, x, weight.mT),
-    _linear_weight_grad,
-    _linear_bias_grad,
-)
+def _matmul(x: Tensor, weight: Tensor, _: Tensor | None) -> Tensor:
+    """Return `x @ weight`, a product of matrices.
+
+    All dims of `x` but the last are folded, as torch does where the weight requires a gradient.
+    """
+    if x.ndim == 2 or x.is_contiguous():
+        return x @ weight
+    return (_rows(x) @ weight).view(*x.shape[:-1], weight.shape[1])
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if x.ndim == 2 or x.is_contiguous():
+        return F.linear(x, weight, bias)
+    product = _matmul(x, weight.mT, None)
+    return product if bias is None else product + bias
+
+
+LINEAR = Operator(_linear, _linear_weight_grad, _linear_bias_grad)
 ROWS_TIMES_WEIGHT = Operator(
-    lambda x, weight, _: x @ weight,
-    _folded_left_grad,
+    _matmul,
     lambda grad, x, weight: _right_grad(_rows(grad), _rows(x), weight),
 )
 WEIGHT_TIMES_COLUMNS = Operator(
     lambda x, weight, _: weight @ x,
-    lambda grad, x, weight: _right_grad(grad, weight, x),
     lambda grad, x, weight: _left_grad(grad, weight, x),
 )
 ADDMM = Operator(
     lambda x, weight, bias: torch.addmm(bias, x, weight),  # type: ignore[arg-type]
-    _left_grad,
     _right_grad,
     lambda grad, _: grad,
 )
-BATCHES_TIMES_WEIGHT = Operator(lambda x, weight, _: torch.bmm(x, weight), _left_grad, _right_grad)
+BATCHES_TIMES_WEIGHT = Operator(lambda x, weight, _: torch.bmm(x, weight), _right_grad)
 
 
 def grouped_mm(offsets: Tensor) -> Operator:
@@ -258,19 +296,12 @@ def grouped_mm(offsets: Tensor) -> Operator:
         offsets: where each group of rows ends.
     """
 
-    def input_grad(grad: Tensor, x: Form, weight: Tensor) -> Tensor:
-        if x.is_column_major:
-            return F.grouped_mm(weight, grad.mT, offs=offsets).mT
-        return F.grouped_mm(grad, weight.mT, offs=offsets)
-
     def weight_grad(grad: Tensor, x: Tensor, weight: Form) -> Tensor:
         if weight.is_column_major:
             return F.grouped_mm(grad.mT, x, offs=offsets).mT
         return F.grouped_mm(x.mT, grad, offs=offsets)
 
-    return Operator(
-        lambda x, weight, _: F.grouped_mm(x, weight, offs=offsets), input_grad, weight_grad
-    )
+    return Operator(lambda x, weight, _: F.grouped_mm(x, weight, offs=offsets), weight_grad)
 
 
 # -- embeddings ------------------------------------------------------------------------------------
@@ -282,9 +313,6 @@ def embedding(padding_idx: int | None, scale_grad_by_freq: bool) -> Operator:
     def forward(indices: Tensor, weight: Tensor, _: Tensor | None) -> Tensor:
         return F.embedding(indices, weight, padding_idx, scale_grad_by_freq=scale_grad_by_freq)
 
-    def input_grad(grad: Tensor, _: Form, __: Tensor) -> Tensor:
-        raise AssertionError("indices have no gradient")
-
     def weight_grad(grad: Tensor, indices: Tensor, weight: Form) -> Tensor:
         rows = weight.shape[0]
         padding = -1 if padding_idx is None else padding_idx % rows
@@ -292,4 +320,4 @@ def embedding(padding_idx: int | None, scale_grad_by_freq: bool) -> Operator:
             grad, indices, rows, padding, scale_grad_by_freq, False
         )
 
-    return Operator(forward, input_grad, weight_grad)
+    return Operator(forward, weight_grad)
