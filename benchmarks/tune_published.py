@@ -25,7 +25,7 @@ from shardmesh.sharding.tune.memory import peak_memory
 from shardmesh.sharding.tune.prices import Prices
 from shardmesh.sharding.tune.step_time import StepTimes, model_flops
 
-SIZES: dict[str, dict[str, int]] = {
+SIZES: dict[str, dict[str, Any]] = {
     "8B": {
         "hidden_size": 4096,
         "intermediate_size": 14336,
