@@ -149,6 +149,7 @@ class Description:
                 "dict of such tensors"
             )
         self.rows = first.shape[0]
+        self.one_row_shape = (1, *first.shape[1:])
         self.sequence = first.shape[1] if first.ndim > 1 else 1
         paths = [path for path, _ in matching_modules(model, AUTO)]
         self.blocks = paths[0].rpartition(".")[0]
@@ -213,7 +214,7 @@ class Description:
 
     def one_row(self) -> Any:
         """Return the first row of the batch, without values."""
-        return _map_tensors(self.batch, lambda x: torch.empty_like(x[:1], device="meta"))
+        return map_tensors(self.batch, lambda x: torch.empty_like(x[:1], device="meta"))
 
     def _count(self, tp: int, sequence_parallel: bool) -> ModelCosts:
         kinds: dict[Any, list[int]] = {}
@@ -233,29 +234,34 @@ class Description:
         return ModelCosts(average, largest, edges, one.first, one.tied, one.stream, one.transient)
 
     def _run(self, blocks: list[int], tp: int, sequence_parallel: bool) -> _Run:
-        model = self.shortened(blocks).to(self.dtype)
         mesh = AbstractMesh((tp,), ("tp",))
         plan = styles_of(self.plan_of(sequence_parallel))
+        model = self.shortened(blocks).to(self.dtype)
+
+        def prepared(module: nn.Module) -> nn.Module:
+            return parallelize(module, plan=plan, src_data_rank=None) if tp > 1 else module
 
         def place(x: Tensor) -> Any:
-            return Layout.of(mesh, P(), x.shape, x.dtype) if tp > 1 else x
+            shape = (1, *x.shape[1:])
+            if tp > 1:
+                return Layout.of(mesh, P(), shape, x.dtype)
+            return torch.empty(shape, dtype=x.dtype, device="meta")
 
         def step(module: nn.Module, batch: Any) -> _Run:
-            if tp > 1:
-                parallelize(module, module_mesh(batch), plan, src_data_rank=None)
             return _run_once(module, batch, self.loss, self.blocks)
 
-        batch = _map_tensors(self.one_row(), place)
         try:
-            evaluated = eval_shape(step, model, batch, mesh=mesh)
+            model = eval_shape(prepared, model, mesh=mesh).result
+            evaluated = eval_shape(step, model, map_tensors(self.batch, place), mesh=mesh)
         except (RuntimeError, NotImplementedError) as error:
             raise ValueError(
                 f"tune: {type(model).__name__} cannot run without values, which counting needs: "
                 f"{error}"
             ) from error
         run: _Run = evaluated.result
-        held = evaluated.argument_bytes + run.costs.saved
-        return replace(run, transient=max(0.0, evaluated.peak_bytes - held))
+        # the gradients of the head are there once, whatever the number of rows
+        once = evaluated.argument_bytes + self.dtype.itemsize * run.last
+        return replace(run, transient=max(0.0, evaluated.peak_bytes - run.costs.saved - once))
 
 
 @dataclass(frozen=True)
@@ -264,12 +270,8 @@ class _Run:
     first: float
     tied: bool
     stream: float
+    last: float
     transient: float = 0
-
-
-def module_mesh(batch: Any) -> Any:
-    """Return the mesh of a batch of sharded tensors."""
-    return next(x._layout.mesh for x in tensors_in((batch,)) if isinstance(x, ShardedTensor))
 
 
 def _run_once(model: nn.Module, batch: Any, loss: Loss, blocks: str) -> _Run:
@@ -293,7 +295,13 @@ def _run_once(model: nn.Module, batch: Any, loss: Loss, blocks: str) -> _Run:
         counts.saved,
         counts.keys_and_values,
     )
-    return _Run(costs, places.first_parameters(), places.is_tied(), places.stream)
+    return _Run(
+        costs,
+        places.first_parameters(),
+        places.is_tied(),
+        places.stream,
+        places.last_parameters(),
+    )
 
 
 def call(model: nn.Module, batch: Any) -> Any:
@@ -317,7 +325,7 @@ def default_loss(output: Any, batch: Any) -> Any:
         first = output if isinstance(output, Tensor) else next(iter(tensors_in((output,))))
         return first.float().mean()
     targets = next(iter(tensors_in((batch,))))
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+    return F.cross_entropy(logits.float().transpose(1, 2), targets)
 
 
 class _Places:
@@ -353,6 +361,10 @@ class _Places:
         """Return the elements of the parameters that are used before the blocks."""
         return sum(_local_numel(x) for x in {id(x): x for x in self._before}.values())
 
+    def last_parameters(self) -> float:
+        """Return the elements of the parameters that are used after the blocks have begun."""
+        return sum(_local_numel(x) for x in {id(x): x for x in self._after}.values())
+
     def is_tied(self) -> bool:
         return bool({id(x) for x in self._before} & {id(x) for x in self._after})
 
@@ -371,11 +383,11 @@ def _local_numel(x: Tensor) -> int:
     return x._local.numel() if isinstance(x, ShardedTensor) else x.numel()
 
 
-def _map_tensors(tree: Any, convert: Callable[[Tensor], Any]) -> Any:
+def map_tensors(tree: Any, convert: Callable[[Tensor], Any]) -> Any:
     if isinstance(tree, Tensor):
         return convert(tree)
     if isinstance(tree, Mapping):
-        return {key: _map_tensors(value, convert) for key, value in tree.items()}
+        return {key: map_tensors(value, convert) for key, value in tree.items()}
     if isinstance(tree, tuple | list):
-        return type(tree)(_map_tensors(value, convert) for value in tree)
+        return type(tree)(map_tensors(value, convert) for value in tree)
     return tree

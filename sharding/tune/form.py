@@ -118,6 +118,8 @@ def why_not(form: Form, model: Description) -> str | None:
         return (
             f"cp={form.cp} tp={form.tp}: {positions} does not divide {model.sequence:,} positions"
         )
+    if form.recompute == "full" and not hasattr(model.model, "gradient_checkpointing_enable"):
+        return "recompute=full: the model has no gradient_checkpointing_enable()"
     if form.pp * form.stages > model.layers:
         return f"pp={form.pp}: {form.pp * form.stages} stages, and {model.layers} blocks"
     if model.rows != form.dp * form.fsdp * form.rows * form.microbatches:

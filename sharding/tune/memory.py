@@ -3,14 +3,17 @@
 With P parameters on the rank's stages and tp rank, n ranks that share them, bfloat16 in use, and
 AdamW in float32:
 
-    parameters     4 P / n     and 2 P in use where n = 1
-    gradients      4 P / n
+    parameters     4 P / n
+    gradients      4 P / n, but at the loss of a first microbatch
     optimizer      8 P / n
-    gathered       2 bytes of the outermost unit and of two blocks, and 6 of a block's gradients;
-                   with gather="step" 2 P, and 4 P of gradients
+    gathered       2 bytes of the outermost unit; in a block's backward also of two blocks, and 6 of
+                   its gradients. With gather="step" 6 P. Where n = 1, the copy in use of 2 P, and
+                   4 P of sums while microbatches accumulate
     activations    what a microbatch saves in a block, times blocks and live microbatches; with
                    recomputation the inputs of blocks, and all of one block
     loss           what the head saves, and what its backward holds for a moment
+
+The peak is at the loss, or in the backward of the last block.
 """
 
 from __future__ import annotations
@@ -82,13 +85,7 @@ def memory_of(form: Form, model: Description, rank: int) -> Memory:
     blocks = sum(split.layers[stage] for stage in stages)
     edges = held - blocks * costs.block.parameters
     shards = form.shards
-    if shards == 1:
-        gathered = _IN_USE * held
-    elif form.gather == "step":
-        gathered = (_IN_USE + _REDUCED) * held
-    else:
-        units = edges + min(2, blocks) * costs.largest_block
-        gathered = _IN_USE * units + (_IN_USE + _REDUCED) * costs.largest_block
+    accumulates = form.microbatches > 1
     live = live_microbatches(form, rank)
     if form.recompute == "full":
         activations = scale * (live * blocks * costs.stream + costs.block.saved)
@@ -96,13 +93,26 @@ def memory_of(form: Form, model: Description, rank: int) -> Memory:
         activations = scale * live * blocks * costs.block.saved
     has_loss = len(split.layers) - 1 in stages
     loss = scale * (costs.edges.saved + costs.transient) if has_loss else 0.0
+    gradients = _OWN * held / shards
+    at_loss = gradients if accumulates else 0.0
+    if shards == 1:
+        gathered = _IN_USE * held + (_REDUCED * held if accumulates else 0.0)
+        in_block = in_loss = gathered
+    elif form.gather == "step":
+        in_block = in_loss = (_IN_USE + _REDUCED) * held
+    else:
+        in_loss = _IN_USE * edges
+        in_block = in_loss + _IN_USE * min(2, blocks) * costs.largest_block
+        in_block += (_IN_USE + _REDUCED) * costs.largest_block
+    # the peak is at the loss, or in the backward of the last block, when the loss is gone
+    peak_at_loss = in_loss + loss + at_loss > in_block + gradients
     return Memory(
-        _OWN * held / shards,
-        _OWN * held / shards,
-        _MOMENTS * held / shards,
-        gathered,
-        activations,
-        loss,
+        parameters=_OWN * held / shards,
+        gradients=at_loss if peak_at_loss else gradients,
+        optimizer=_MOMENTS * held / shards,
+        gathered=in_loss if peak_at_loss else in_block,
+        activations=activations,
+        loss=loss if peak_at_loss else 0.0,
     )
 
 

@@ -58,7 +58,7 @@ def program_text(form: Form, model: Description, build: str, node: int) -> str:
         '"""',
         "",
         "import torch",
-        "import torch.nn.functional as F",
+        *([] if model.vocabulary is None else ["import torch.nn.functional as F"]),
         "",
         "import shardmesh as sm",
         "from shardmesh import P",
@@ -79,21 +79,7 @@ def program_text(form: Form, model: Description, build: str, node: int) -> str:
     lines += [
         "",
         "",
-        "def loss_fn(output, labels):",
-        "    logits = output.logits.float()",
-        "    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())",
-        "",
-        "",
-        "def rows_of(step, mesh):",
-        '    """Return the tokens of a step; replace this by your data, the same on every rank."""',
-        "    generator = torch.Generator().manual_seed(step)",
-        "    shape = (ROWS, POSITIONS + 1)",
-        f"    tokens = torch.randint({model.vocabulary}, shape, generator=generator)",
-        f"    spec = {spec}",
-        "    ids, labels = tokens[:, :-1], tokens[:, 1:]",
-        "    return sm.device_put(ids, mesh, spec, src_data_rank=None), sm.device_put(",
-        "        labels, mesh, spec, src_data_rank=None",
-        "    )",
+        *_loss_and_data(model, spec),
         "",
         "",
         'def main(device="cuda", steps=3):',
@@ -140,15 +126,16 @@ def program_text(form: Form, model: Description, build: str, node: int) -> str:
         "    for step in range(steps):",
         f"        ids, labels = rows_of(step, {at})",
     ]
+    options = "" if model.vocabulary is None else ", use_cache=False"
     indent = " " * 8
     if form.cp > 1:
         lines += [f'{indent}with context_parallel("cp", method="ring"):']
         indent += " " * 4
     if has_pipeline:
-        lines += [f"{indent}loss = pipe.step(ids, labels, loss_fn=loss_fn, use_cache=False)"]
+        lines += [f"{indent}loss = pipe.step(ids, labels, loss_fn=loss_fn{options})"]
     elif form.microbatches == 1:
         lines += [
-            f"{indent}loss = loss_fn(model(ids, use_cache=False), labels)",
+            f"{indent}loss = loss_fn(model(ids{options}), labels)",
             f"{indent}loss.backward()",
         ]
     else:
@@ -157,7 +144,7 @@ def program_text(form: Form, model: Description, build: str, node: int) -> str:
             f"{indent}with sm.accumulate_grads():",
             f"{indent}    for part in range(MICROBATCHES):",
             f"{indent}        rows = slice(part, None, MICROBATCHES)",
-            f"{indent}        output = model(ids[rows], use_cache=False)",
+            f"{indent}        output = model(ids[rows]{options})",
             f"{indent}        part_loss = loss_fn(output, labels[rows]) / MICROBATCHES",
             f"{indent}        part_loss.backward()",
             f"{indent}        loss = loss + part_loss.detach()",
@@ -174,6 +161,35 @@ def program_text(form: Form, model: Description, build: str, node: int) -> str:
         "    print(main())",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _loss_and_data(model: Description, spec: str) -> list[str]:
+    """Return the lines of the loss and of a step's rows, which the user replaces."""
+    if model.vocabulary is None:
+        shape = (model.rows, *model.one_row_shape[1:])
+        loss = ["    return output.float().mean()  # replace this by your loss"]
+        rows = [f"    ids = labels = torch.rand({shape}, generator=generator)"]
+    else:
+        loss = ["    return F.cross_entropy(output.logits.float().transpose(1, 2), labels)"]
+        rows = [
+            "    shape = (ROWS, POSITIONS + 1)",
+            f"    tokens = torch.randint({model.vocabulary}, shape, generator=generator)",
+            "    ids, labels = tokens[:, :-1], tokens[:, 1:]",
+        ]
+    return [
+        "def loss_fn(output, labels):",
+        *loss,
+        "",
+        "",
+        "def rows_of(step, mesh):",
+        '    """Return the data of a step; replace this by yours, the same on every rank."""',
+        "    generator = torch.Generator().manual_seed(step)",
+        *rows,
+        f"    spec = {spec}",
+        "    return sm.device_put(ids, mesh, spec, src_data_rank=None), sm.device_put(",
+        "        labels, mesh, spec, src_data_rank=None",
+        "    )",
+    ]
 
 
 def hugging_face_build(config: str) -> str:

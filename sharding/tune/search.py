@@ -83,8 +83,9 @@ def forms(
         if not (allowed("tp", [tp]) and allowed("pp", [pp]) and allowed("cp", [cp])):
             continue
         data = devices // (tp * pp * cp)
-        for fsdp in allowed("fsdp", _shard_counts(data, node, tp * cp)):
-            if not allowed("dp", [data // fsdp]) or model.rows % data:
+        counts = {*_shard_counts(data, node, tp * cp), fixed.get("fsdp", data)}
+        for fsdp in allowed("fsdp", sorted(counts)):
+            if data % fsdp or not allowed("dp", [data // fsdp]) or model.rows % data:
                 continue
             base = Form(pp, data // fsdp, fsdp, cp, tp)
             yield from _inner_forms(base, model.rows // data, allowed, max_rows, splits)
@@ -106,7 +107,8 @@ def _inner_forms(
         allowed("recompute", ["none", "full"]),
         allowed("gather", gathers),
     ):
-        if allowed("schedule", [schedule]) and allowed("stages", [stages]):
+        is_allowed = allowed("schedule", [schedule]) and allowed("stages", [stages])
+        if is_allowed and allowed("microbatches", [rows // n]):
             yield replace(
                 base,
                 rows=n,

@@ -177,6 +177,8 @@ class StepTimes:
             total = total.plus(units.edge_forward, m).plus(units.edge_backward, m)
         held = sum(split.parameters[stage] for stage in own)
         times = m if per_microbatch else 1
+        # blocks are gathered once more for backward; the outermost unit is not freed until then
+        again = blocks * block if per_microbatch else 0.0
         dp = prices.seconds("all_reduce", _OWN * held * pieces, replicas)
         if m == 1 and form.pp == 1:  # behind backward, next to what the shards send there
             slack = units.block_backward.seconds - backward_shards
@@ -191,7 +193,7 @@ class StepTimes:
         moved = {
             "tp": total.tp_bytes,
             "cp": total.cp_bytes,
-            "fsdp": times * (_IN_USE * (2 if per_microbatch else 1) + _REDUCED) * held * share,
+            "fsdp": times * share * (_IN_USE * (held + again) + _REDUCED * held),
             "dp": _OWN * held * pieces,
             "pp": 2 * m * stream * form.stages if form.pp > 1 else 0.0,
         }
@@ -216,14 +218,14 @@ class StepTimes:
         if units is None:
             costs = self._model.costs(form.tp, form.sequence_parallel)
             forward = self._pass(costs.block.forward, costs.block, form, sends=1)
-            backward = self._pass(costs.block.backward, costs.block, form, sends=2)
+            backward = self._pass(costs.block.backward, costs.block, form, sends=3)
             if form.recompute == "full":
                 backward = backward.plus(forward)
             units = _Units(
                 forward,
                 backward,
                 self._pass(costs.edges.forward, costs.edges, form, sends=1),
-                self._pass(costs.edges.backward, costs.edges, form, sends=2),
+                self._pass(costs.edges.backward, costs.edges, form, sends=3),
             )
             self._units[key] = units
         return units
@@ -232,7 +234,8 @@ class StepTimes:
         """Return one microbatch of a unit in one direction.
 
         Args:
-            sends: how often keys and values go round the ring: in backward also their gradients.
+            sends: how often the bytes of keys and values go round the ring; in backward also those
+                of their gradients, in float32.
         """
         prices, device = self._prices, self._prices.device
         scale = form.rows / form.cp

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -170,10 +171,40 @@ def test_command(tmp_path, capsys):
     assert "--parallelism.tensor_parallel_degree 2" in capsys.readouterr().out
 
 
+class Plain(torch.nn.Module):
+    """A model that is none of Hugging Face's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x).relu()
+        return x
+
+
 def plain() -> tuple[torch.nn.Module, torch.Tensor]:
     with torch.device("meta"):
-        blocks = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(2)))
-        return torch.nn.Sequential(torch.nn.ModuleList()), blocks, torch.empty(4, 8)
+        return Plain(), torch.empty(4, 8)
+
+
+def nothing() -> None: ...
+
+
+def test_a_plain_model(capsys):
+    """The program of a function's model runs, with the mean of its output as loss."""
+    target = "tests.sharding.tune.test_tune:plain"
+    assert main(["tune", target, "--devices", "2", "--program", "shardmesh"]) == 0
+    names: dict[str, Any] = {"__name__": "train"}
+    exec(capsys.readouterr().out, names)
+
+    def run() -> list[float]:
+        return [float(loss.full_tensor()) for loss in names["main"](device="cpu", steps=2)]
+
+    first, second = sm.simulate(2)(run)()
+    assert first == second
+    assert all(loss > 0 for loss in first)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +215,7 @@ def plain() -> tuple[torch.nn.Module, torch.Tensor]:
         (["no_such_module:f", "--devices", "2"], "No module named 'no_such_module'"),
         (["math:floor", "--devices", "x"], "--devices 'x': write a whole number from 1"),
         (["math:nothing", "--devices", "2"], "math has no function 'nothing'"),
-        (["tests.sharding.tune.test_tune:plain", "--devices", "2"], "returned tuple"),
+        (["tests.sharding.tune.test_tune:nothing", "--devices", "2"], "returned NoneType"),
     ],
 )
 def test_errors_of_the_command(arguments, message, capsys):

@@ -1,0 +1,199 @@
+"""Published training runs next to what `sm.tune` computes for their forms: a table in Markdown.
+
+    python benchmarks/tune_published.py
+
+Each run on its own device, with its own form; rates are tokens per second and device, or TFLOP/s
+per device by the publication's own count. No constant of the library is fitted to these rows.
+
+torchtitan: benchmarks/llama3_h100_202412_torchtitan.md and llama3-8b/70b of June 2025 in its
+repository: H100 of 96 GB, 2.4 TB/s, 500 W; sequences of 8,192. Llama 3: "The Llama 3 herd of
+models" (arXiv 2407.21783), table 4: H100 of 80 GB, 700 W.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from shardmesh.sharding.tune.description import Description
+from shardmesh.sharding.tune.devices import device_of
+from shardmesh.sharding.tune.form import Form, why_not
+from shardmesh.sharding.tune.memory import peak_memory
+from shardmesh.sharding.tune.prices import Prices
+from shardmesh.sharding.tune.step_time import StepTimes, model_flops
+
+SIZES: dict[str, dict[str, Any]] = {
+    "8B": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+    "70B": {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+    },
+    "405B": {
+        "hidden_size": 16384,
+        "intermediate_size": 53248,
+        "num_hidden_layers": 126,
+        "num_attention_heads": 128,
+    },
+}
+SHORT, LONG = 8192, 131072
+
+
+@dataclass(frozen=True)
+class Run:
+    """A published run.
+
+    Attributes:
+        source: who published it.
+        model: the size of Llama 3.
+        device: the device's name in `sm.tune`.
+        positions: of a row.
+        form: the form.
+        published: the rate, in tokens/s or TFLOP/s per device.
+        unit: "tokens/s" or "TFLOP/s".
+        differs: what the run did that the form does not have.
+    """
+
+    source: str
+    model: str
+    device: str
+    positions: int
+    form: Form
+    published: float
+    unit: str
+    differs: str = ""
+
+
+_META = {"pp": 16, "tp": 8, "sequence_parallel": True, "schedule": "interleaved", "stages": 4}
+_SAC = "selective recomputation of operators"
+RUNS = [
+    Run("torchtitan 2024-12", "8B", "h100-96", SHORT, Form(fsdp=8, rows=2), 5762, "tokens/s", _SAC),
+    Run(
+        "torchtitan 2024-12",
+        "8B",
+        "h100-96",
+        SHORT,
+        Form(fsdp=8, rows=2),
+        6667,
+        "tokens/s",
+        f"{_SAC}, compiled",
+    ),
+    Run(
+        "torchtitan 2024-12", "8B", "h100-96", SHORT, Form(fsdp=128, rows=2), 5605, "tokens/s", _SAC
+    ),
+    Run(
+        "torchtitan 2025-06",
+        "8B",
+        "h100-96",
+        SHORT,
+        Form(fsdp=8, tp=8, sequence_parallel=True, rows=12),
+        4378,
+        "tokens/s",
+        f"{_SAC}, compiled",
+    ),
+    Run(
+        "torchtitan 2025-06",
+        "70B",
+        "h100-96",
+        SHORT,
+        Form(fsdp=32, tp=8, sequence_parallel=True, rows=16, recompute="full"),
+        597.3,
+        "tokens/s",
+        "compiled",
+    ),
+    Run(
+        "Llama 3, table 4",
+        "405B",
+        "h100",
+        SHORT,
+        Form(fsdp=64, microbatches=32, gather="step", **_META),
+        430,
+        "TFLOP/s",
+        "fused operators",
+    ),
+    Run(
+        "Llama 3, table 4",
+        "405B",
+        "h100",
+        SHORT,
+        Form(fsdp=128, microbatches=16, gather="step", **_META),
+        400,
+        "TFLOP/s",
+        "fused operators",
+    ),
+    Run(
+        "Llama 3, table 4",
+        "405B",
+        "h100",
+        LONG,
+        Form(fsdp=8, cp=16, microbatches=16, gather="step", **_META),
+        380,
+        "TFLOP/s",
+        "fused operators, cp by all_gather with balanced sequences",
+    ),
+]
+
+
+@cache
+def described(model: str, positions: int, rows: int) -> Description:
+    import transformers
+
+    config = transformers.LlamaConfig(
+        **SIZES[model],
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=positions,
+    )
+    with torch.device("meta"):
+        llama: Any = transformers.AutoModelForCausalLM.from_config(config)
+    ids = torch.empty(rows, positions, dtype=torch.int64, device="meta")
+    return Description(llama, ids)
+
+
+def row_of(run: Run) -> str:
+    """Return a row of the table."""
+    form, device = run.form, device_of(run.device)
+    rows = form.dp * form.fsdp * form.rows * form.microbatches
+    model = described(run.model, run.positions, rows)
+    reason = why_not(form, model)
+    if reason is not None:
+        raise ValueError(reason)
+    prices = Prices(device, device.topology(8), 8)
+    seconds = StepTimes(model, prices).of(form, simulate=True).total
+    tokens = rows * run.positions
+    per_device = seconds * form.devices
+    flops = model_flops(model)
+    work = tokens if run.unit == "tokens/s" else flops / 1e12
+    predicted = work / per_device
+    published_seconds = work / run.published / form.devices
+    memory = peak_memory(form, model)[1].total / 1e9
+    return (
+        f"| {run.source} | {run.model}, {run.positions:,} | {form.devices:,} | {form} | "
+        f"{run.published:,g} {run.unit} | {predicted:,.0f} {run.unit} | "
+        f"{published_seconds:.2f} | {seconds:.2f} | {seconds / published_seconds - 1:+.0%} | "
+        f"{memory:.0f} | {run.differs} |"
+    )
+
+
+def main() -> None:
+    """Print the table."""
+    print(
+        "| source | Llama 3, positions | devices | form | published | predicted | step in s, "
+        "published | predicted | | GB, predicted | what the run did besides |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    for run in RUNS:
+        print(row_of(run), flush=True)
+
+
+if __name__ == "__main__":
+    main()
