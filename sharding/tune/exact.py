@@ -96,8 +96,9 @@ def _evaluate(form: Form, model: Description, blocks: int) -> Exact:
 def _run(
     short: nn.Module, batch: Any, form: Form, model: Description, mesh: AbstractMesh, times: int
 ) -> tuple[float, dict[str, float]]:
-    """Return the peak of two steps, of which the first makes the optimizer's state, and the bytes
-    received in the second.
+    """Return the peak of two steps and the bytes received in the second.
+
+    The first makes the optimizer's state.
     """
 
     def steps(module: nn.Module, batch: Any) -> CommReport:
