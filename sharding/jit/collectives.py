@@ -1,5 +1,6 @@
-"""Collectives as operators `torch.ops.shardmesh`, which a graph calls in place of the methods of
-`Group`.
+"""Define collectives as operators `torch.ops.shardmesh`.
+
+A graph calls them in place of the methods of `Group`.
 
     started = shardmesh.all_gather(x, "0,1,2,3", site)   launches; flat, in the order of the group
     whole   = shardmesh.wait(started)                    the result, which may be read
@@ -135,8 +136,9 @@ DESCRIBERS[_launch.__code__] = lambda frame: frame["site"].name
 
 
 def all_gather(x: Tensor, group: Group, site: Site, now: bool = False) -> Pending[Tensor]:
-    """Launch an all_gather of x. With `now` it has completed when this returns, as in all functions
-    here.
+    """Launch an all_gather of x.
+
+    With `now` it has completed when this returns, as in all functions of this module.
     """
     out = x.new_empty(group.size * x.numel())
     return _launch(Group.all_gather, group, site, out, out, x, async_op=not now)

@@ -1,5 +1,6 @@
-"""Random numbers of sharded tensors in a graph: a draw is a node that takes the position in the
-stream from the call that runs it.
+"""Record random numbers of sharded tensors in a graph.
+
+A draw is a node that takes the position in the stream from the call that runs it.
 
 recording    position 40 when it began    draws 41, 42    nodes Draw(+1), Draw(+2)
 later call   position 57                  draws 58, 59    leaves it at 59, as eager code would
@@ -25,8 +26,9 @@ from .errors import JitError, at_line
 
 
 class Position(NamedTuple):
-    """Where a random tensor is drawn: `offset` after the start of the call, or at an absolute place
-    if a seed is given.
+    """The place in the stream at which a random tensor is drawn.
+
+    It is `offset` after the start of the call, or absolute if a seed is given.
     """
 
     seed: int | None
@@ -76,8 +78,9 @@ class Draws:
         return self.position(self._state.seed, self._state.drawn)
 
     def refusal(self) -> JitError | None:
-        """Return an error if torch's generator was seeded inside the function: a graph would draw
-        other numbers.
+        """Return an error if torch's generator was seeded inside the function, None otherwise.
+
+        A graph would draw other numbers.
         """
         is_same = torch.default_generator.initial_seed() == self._seed_of_torch
         return None if is_same else seeded_inside()
@@ -109,8 +112,9 @@ def _generator(device: str) -> torch.Generator:
 
 
 class TorchGenerators:
-    """Where a recording goes back to an earlier state of torch's generators, as
-    `torch.utils.checkpoint` does to draw the numbers of forward again.
+    """Record where a function goes back to an earlier state of torch's generators.
+
+    `torch.utils.checkpoint` does so to draw the numbers of forward again.
 
         forward       saved = save_state(); dropout
         backward      now = save_state(); restore_state(saved); dropout; restore_state(now)
@@ -135,8 +139,9 @@ class TorchGenerators:
             self._places.setdefault((device, state), _Place(node))
 
     def follow(self, graph: fx.Graph) -> bool:
-        """Record that the function has gone back to earlier states, if it has. Return False if it
-        has set one that is not known.
+        """Record that the function has gone back to earlier states, if it has.
+
+        Returns: False if it has set a state that is not known, True otherwise.
         """
         states = _states()
         for device, state in states:

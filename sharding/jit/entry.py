@@ -77,8 +77,10 @@ class Entry:
         self._fixed = empty_slots(recording.slots, signatures)
 
     def _overlaps(self, leaves: Sequence[Any]) -> list[Any]:
-        """Return for each tensor among the arguments its id if it shares memory with state that the
-        function reaches, else None.
+        """Return which tensors among the arguments share memory with state of the function.
+
+        Returns: for each tensor its id if it shares memory with state that the function reaches,
+            else None.
         """
         storages = self.guard.storages
         return [
@@ -86,8 +88,9 @@ class Entry:
         ]
 
     def _same_gradients(self, leaves: Sequence[Any]) -> bool:
-        """Return True if every gradient slot holds the same kind of value as when recorded. Fast
-        path: all were None.
+        """Return True if every gradient slot holds the same kind of value as when recorded.
+
+        Fast path: all were None.
         """
         if self._fixed is not None:
             return all(
@@ -132,8 +135,9 @@ class Entry:
             self.runner = None
 
     def _differentiable(self, leaves: Sequence[Any]) -> list[Tensor]:
-        """Return the leaves of autograd that results depend on; those that are no arguments behind
-        one tensor, made once.
+        """Return the leaves of autograd that results depend on.
+
+        Those that are no arguments are behind one tensor, which is made once.
         """
         if self._gate is None:
             needed = [x for x in self._kept if x.requires_grad and x.is_leaf]
@@ -201,8 +205,9 @@ def local_parts(leaves: Sequence[Any]) -> list[Tensor]:
 
 
 def _same_memory(leaves: Sequence[Any]) -> Any:
-    """Return for each tensor which one before it shares its memory, and how far apart they are;
-    None if none does.
+    """Return for each tensor which one before it shares its memory, and how far apart they are.
+
+    The result is None if no tensors share memory.
     """
     parts = local_parts(leaves)
     if len(parts) < 2:
@@ -232,8 +237,9 @@ def _modes() -> Any:
 
 
 def _tensor_guards(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """Return a function that tells whether tensors still have their shapes, strides, dtypes and
-    `requires_grad`.
+    """Return a function that tells whether tensors still have the same metadata.
+
+    It compares their shapes, strides, dtypes and `requires_grad`.
     """
     if not tensors:
         return lambda: True

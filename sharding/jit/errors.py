@@ -6,8 +6,9 @@ from ...mesh.comm.call_site import user_line
 
 
 class JitError(RuntimeError):
-    """A function under `sm.jit` does something that a graph cannot repeat; the message names the
-    line and what to write.
+    """A function under `sm.jit` does something that a graph cannot repeat.
+
+    The message names the line and what to write.
     """
 
 

@@ -1,5 +1,6 @@
-"""Cut a long run of operators where it repeats itself, as layers of a model do, so that a compiler
-sees each repeated part once.
+"""Cut a long run of operators where it repeats itself, as layers of a model do.
+
+A compiler then sees each repeated part once.
 
     run     a b | c d e f | c d e f | c d e f | g
     parts   a b   c d e f   c d e f   c d e f   g     three are equal: compiled once, called 3 times
@@ -29,8 +30,9 @@ _SMALLEST = 24
 
 
 def cut(nodes: list[fx.Node]) -> list[list[fx.Node]]:
-    """Return the parts of a run of nodes, in order: the run itself if it is short or never repeats
-    itself.
+    """Return the parts of a run of nodes, in order.
+
+    A run that is short or never repeats itself is one part.
     """
     costs = list(accumulate((not is_view(node) for node in nodes), initial=0))
     if costs[-1] <= LONG:
@@ -76,8 +78,9 @@ def _bounds(
 
 
 def _most_repeated(letters: np.ndarray[Any, Any]) -> tuple[int, int, int]:
-    """Return the start, the end and the period of the repetition that saves the most letters; a
-    period of 0 if there is none.
+    """Return the start, the end and the period of the repetition that saves the most letters.
+
+    The period is 0 if there is no repetition.
     """
     best, repetition = _SMALLEST, (0, 0, 0)
     for period in range(1, len(letters) // 2 + 1):
@@ -93,8 +96,9 @@ def _most_repeated(letters: np.ndarray[Any, Any]) -> tuple[int, int, int]:
 
 
 def _crossings(nodes: list[fx.Node]) -> np.ndarray[Any, Any]:
-    """Return for each place between nodes how many values cross it; -1 where nodes must stay
-    together.
+    """Return for each place between nodes how many values cross it.
+
+    The count is -1 where nodes must stay together.
     """
     index = {node: i for i, node in enumerate(nodes)}
     change, forbidden = np.zeros(len(nodes) + 2, dtype=int), np.zeros(len(nodes) + 2, dtype=int)
@@ -109,8 +113,10 @@ def _crossings(nodes: list[fx.Node]) -> np.ndarray[Any, Any]:
 
 
 def _together(node: fx.Node) -> list[fx.Node]:
-    """Return what must be in the same part as a node: a started collective, a list, memory that it
-    writes to or counts its offset from.
+    """Return the nodes that must be in the same part as a node.
+
+    They are a started collective, a list, and memory that the node writes to or counts its offset
+    from.
     """
     nodes = [root_of(x) for x in writes(node)]
     if node.target is WAIT or node.target is operator.getitem:
@@ -125,8 +131,9 @@ def _letter(node: fx.Node) -> Hashable:
 
 
 def _constants(node: fx.Node, number: Callable[[fx.Node], Hashable]) -> Hashable:
-    """Return the arguments of a node as something with a hash, with a number for each node, and
-    without the site of a collective.
+    """Return the arguments of a node as a hashable value.
+
+    Each node among them is replaced by its number, and the site of a collective is left out.
     """
     args = node.args[:-1] if node.target in OPERATORS else node.args
     return _frozen(args, number), tuple(

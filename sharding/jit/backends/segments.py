@@ -1,5 +1,6 @@
-"""Compile a graph with Inductor, or with another backend of `torch.compile`: in segments, between
-nodes that must run in Python.
+"""Compile a graph with Inductor, or with another backend of `torch.compile`, in segments.
+
+Between the segments are nodes that must run in Python.
 
     segment     operators of torch; collectives that are waited for at once, as opaque operators in
                 one chain of tokens
@@ -92,8 +93,9 @@ def compile_segments(
     program: Program,
     inputs: Sequence[Any],
 ) -> Runner:
-    """Return the program's graph as a function of its inputs, whose segments are compiled when they
-    are first called.
+    """Return the program's graph as a function of its inputs.
+
+    The segments of the graph are compiled when they are first called.
     """
     graph = copy_graph(program.graph)
     _draw_first(graph)
@@ -113,8 +115,9 @@ def compile_segments(
 
 
 def _draw_first(graph: fx.Graph) -> None:
-    """Draw random tensors that depend on nothing at the start, so that what uses them can be
-    compiled together.
+    """Move draws of random tensors that depend on nothing but inputs to the start of the graph.
+
+    What uses the tensors can then be compiled together.
     """
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     moved = [
@@ -175,8 +178,9 @@ def _of_list(function: Callable[..., Any]) -> Callable[[list[Tensor]], Any]:
 def _compile_with_inductor(
     options: dict[str, Any], module: fx.GraphModule, inputs: list[Tensor]
 ) -> Any:
-    """Return a graph compiled by Inductor, or found in its cache on disk, which takes only graphs
-    that were traced with a `ShapeEnv`.
+    """Return a graph compiled by Inductor, or loaded from its cache on disk.
+
+    The cache takes only graphs that were traced with a `ShapeEnv`.
 
     What torch returns for a `GmWrapper` empties the list of inputs; for another module, it holds
     them until it returns.
@@ -252,8 +256,9 @@ def _is_strided(x: fx.Node) -> bool:
 
 
 def _is_list(x: fx.Node, before: Sequence[fx.Node]) -> bool:
-    """Return whether a node without a shape is a list of tensors, made in the same segment; else it
-    is a number.
+    """Return whether a node without a shape is a list of tensors from the same segment.
+
+    A node without a shape that is no such list is a number.
     """
     return x in before and isinstance(x.target, torch._ops.OpOverload)
 
@@ -288,8 +293,9 @@ def _replace(
 
 
 def _graph_of(nodes: list[fx.Node], inputs: list[fx.Node], outputs: list[int]) -> fx.Graph:
-    """Return nodes as a graph of their own, whose last input and output is a token if they
-    communicate.
+    """Return nodes as a graph of their own.
+
+    If the nodes communicate, the last input and the last output of the graph are a token.
     """
     graph, values = fx.Graph(), {}
     for i, x in enumerate(inputs):
@@ -331,8 +337,9 @@ def _made_at(node: fx.Node) -> fx.Node:
 def _outside(
     graph: fx.Graph, node: fx.Node, replacements: dict[fx.Node, fx.Node], inside: set[fx.Node]
 ) -> fx.Node:
-    """Return a node outside of a segment with the value of one inside: a result, or a view made of
-    one again.
+    """Return a node outside of a segment with the value of a node inside of it.
+
+    The node outside is a result of the segment, or a view that is created again from one.
     """
     outside = replacements.get(node, node if node not in inside else None)
     if outside is None:
@@ -361,8 +368,9 @@ class Segment:
         self.__name__ = f"segment_of_{len(compiled.graph.nodes)}"
 
     def __call__(self, inputs: list[Tensor]) -> Any:
-        """Run it; the list is emptied, so that an input that nothing else needs is freed after its
-        last use.
+        """Run the segment and empty the list of its inputs.
+
+        An input that nothing else needs is then freed after its last use.
         """
         inputs += self._token
         run = self.compiled.run or self.compiled.compile(inputs)
