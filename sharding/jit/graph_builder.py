@@ -172,8 +172,10 @@ class GraphBuilder:
         return self._node_of_alias(x)
 
     def _node_of_alias(self, x: Tensor) -> fx.Node | None:
-        """Return a view of a known tensor with the same memory: torch makes some aliases without an
-        operator.
+        """Return the node of a tensor with the memory of a known one; None if it has other memory.
+
+        Torch makes some aliases without an operator. Such an alias is recorded as a view of the
+        known tensor.
 
         A tensor that the program can reach is a separate input, so that its writes are counted.
         """
@@ -218,8 +220,9 @@ class GraphBuilder:
         return node
 
     def constant(self, x: Tensor) -> None:
-        """Record a tensor that the program has made from Python numbers: a copy of its current
-        values.
+        """Record a tensor that the program has made from Python numbers.
+
+        The graph has a copy of its current values.
         """
         source = self.placeholder(f"constant_{len(self.constants)}")
         with _disable_current_modes():
@@ -227,8 +230,9 @@ class GraphBuilder:
         self.know(x, self.call(aten.clone.default, (source,)))
 
     def results(self, result: Any, node: fx.Node, operands: Sequence[Any]) -> None:
-        """Record the result of an operator, and which operand's memory it shares, which the schemas
-        of unsafe views do not say.
+        """Record the result of an operator, and which operand's memory it shares.
+
+        The schemas of unsafe views do not say what memory they share.
         """
         memory = {storage_of(x) for x in pytree.tree_leaves(result) if isinstance(x, Tensor)}
         for x in operands:
@@ -254,8 +258,9 @@ class GraphBuilder:
             self.call(aten.copy_.default, (self.input_of(out), result))
 
     def _is_fresh(self, out: Tensor) -> bool:
-        """Return whether nothing else can see this buffer's memory, so that the result may take its
-        place.
+        """Return whether nothing else can see this buffer's memory.
+
+        The result of a collective may then take the buffer's place.
         """
         known = self._nodes.get(out)
         if known is None or known[0].op == "placeholder" or _writes_or_views(known[0]):

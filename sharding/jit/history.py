@@ -1,5 +1,7 @@
-"""A computation that has run, as one node of autograd: its inputs, its results, and in backward the
-gradients by its own history.
+"""Join a computation that has run to the program's autograd graph as one node.
+
+The node has the inputs and the results of the computation, and its backward computes the gradients
+by the computation's own history.
 
     x ──► [ results, with a history of their own ] ──► detached results ──► Join ──► results
     x ◄── gradients ◄──────────────────────────────────────────────────── backward of Join
@@ -44,8 +46,10 @@ class History:
         self.slots = [i for i, uses in enumerate(self._uses) for _ in range(max(1, len(uses)))]
 
     def gradients(self, outputs: Sequence[Tensor], seeds: Sequence[Tensor]) -> list[Tensor | None]:
-        """Return the gradients of the leaves, each in the parts that its uses contribute: autograd
-        adds them to those of other code one by one, as in eager code, which decides the last bits.
+        """Return the gradients of the leaves, each in the parts that its uses contribute.
+
+        Autograd adds the parts to those of other code one by one, as in eager code, which decides
+        the last bits of the sum.
         """
         parts: list[list[Tensor]] = [[] for _ in self._leaves]
         handles = [
@@ -77,8 +81,10 @@ def _uses_of(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[list[t
 
 
 def _edges_to_leaves(outputs: Sequence[Tensor]) -> Iterator[tuple[Any, int, Tensor]]:
-    """Yield each leaf of a history with the node that sends it a gradient, and at which place among
-    the node's; once for each such edge.
+    """Yield for each edge to a leaf the node that sends the gradient, its place, and the leaf.
+
+    The place is that of the leaf's gradient among those that the node sends. A leaf is yielded once
+    for each such edge.
     """
     todo = [x.grad_fn for x in outputs]
     seen = set(todo)
@@ -99,8 +105,9 @@ def _note_part(parts: list[Tensor], place: int, sent: Sequence[Any], received: A
 
 
 def with_known_numbers(result: Any) -> Any:
-    """Return the results of a recorded call, of which backward outside computes with the values of
-    traced numbers that autograd has saved.
+    """Return the results of a recorded call with a backward that can run outside of the recording.
+
+    Backward computes with the values of traced numbers that autograd has saved.
     """
     flat, tree = flatten(result)
     at = [i for i, x in enumerate(flat) if isinstance(x, Tensor) and _local(x).grad_fn is not None]
@@ -164,8 +171,9 @@ class Join(torch.autograd.Function):
 
 
 class WithoutTraced(TorchDispatchMode):
-    """Pass operators the values of traced numbers, which autograd has saved: outside of the
-    recording they have none.
+    """Pass operators the values of traced numbers that autograd has saved.
+
+    Outside of the recording these numbers have no values.
     """
 
     def __torch_dispatch__(

@@ -160,11 +160,10 @@ class JitFunction:
         self._outside.pop(world, None)
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
-        """Record the function on "meta", as this rank, and return the graph for inspection. Nothing
-        runs, and no argument changes.
+        """Record the function on "meta", as this rank, and return the graph for inspection.
 
-        The graph is as recorded; `.compile()` of the result has the passes applied. On an
-        `AbstractMesh` it is that of rank 0.
+        Nothing runs, and no argument changes. The graph is as recorded; `.compile()` of the result
+        has the passes applied. On an `AbstractMesh` it is that of rank 0.
 
         Args:
             args, kwargs: as those of a call, or a `Layout`, also on an `AbstractMesh`, in place of
@@ -190,8 +189,9 @@ class JitFunction:
 
     @property
     def parts(self) -> dict[nn.Module, str]:
-        """The modules whose calls are graphs of their own, and their names; empty where the whole
-        function is one graph.
+        """The modules whose calls are graphs of their own, and their names.
+
+        Empty where the whole function is one graph.
         """
         parts = self._parts.get(current_world())
         return {} if parts is None else {m: one.name for m, one in parts.joined.items()}
@@ -340,9 +340,11 @@ class JitFunction:
             return without_history(self._call(tree, leaves))
 
     def _join(self, key: Any, snapshot: Snapshot, world: World) -> None:
-        """Run calls of a signature as two programs from now on: a backward outside has used the
-        results. If modules are units of `fully_shard` or `data_parallel`, which gather parameters
-        and reduce gradients around their calls, the calls inside of units are the graphs.
+        """Run calls of a signature as two programs from now on.
+
+        A backward outside of the function has used the results. If modules are units of
+        `fully_shard` or `data_parallel`, which gather parameters and reduce gradients around their
+        calls, the calls inside of units are the graphs.
         """
         is_of_units = any(hasattr(module, "_shardmesh_unit") for module in snapshot.modules)
         if is_of_units and not self._fullgraph:
@@ -462,8 +464,7 @@ def jit(
     strict: bool = False,
     check_state: bool = True,
 ) -> Any:
-    """Return a function that runs `f` as one graph: forward, backward, collectives and optimizer
-    together.
+    """Return a function that runs `f` as one graph: forward, backward, collectives and optimizer.
 
     The first call with a signature runs `f` eagerly and records it; later calls run the graph.
     Modules, optimizers and tensors that `f` reaches through arguments, closures, globals or `self`
@@ -594,9 +595,10 @@ def _positions(
 
 
 def _is_inside(leaves: Sequence[Any], world: World) -> bool:
-    """Return whether the call is part of something that needs its operators one by one: another
-    recording, a transform, a mapped function, a backward pass, `accumulate_grads`, or a computation
-    whose gradient flows through an argument.
+    """Return whether the call is part of something that needs its operators one by one.
+
+    That is another recording, a transform, a mapped function, a backward pass, `accumulate_grads`,
+    or a computation whose gradient flows through an argument.
     """
     if thread_context.needs_each_operator or is_accumulating(world):
         return True
@@ -606,8 +608,9 @@ def _is_inside(leaves: Sequence[Any], world: World) -> bool:
 
 @contextmanager
 def _same_lineages(tensors: Sequence[ShardedTensor]) -> Iterator[None]:
-    """Leave the lineages of tensors as a graph does that writes to them: another rank may run
-    one, or record where this one runs parts.
+    """Restore the lineages of tensors after the block, as a graph that writes to them leaves them.
+
+    Another rank may run such a graph, or record where this one runs parts.
     """
     lineages = [x._lineage for x in tensors]
     yield
@@ -627,8 +630,9 @@ _SHARDINGS = PrefixKind(_is_sharding, "a NamedSharding or None", is_partial=True
 
 
 def _placed(name: str, tree: Any, shardings: Any) -> Any:
-    """Return a tree with its tensors laid out as a prefix of shardings says; None leaves a
-    subtree as it is.
+    """Return a tree with its tensors laid out as a prefix of shardings says.
+
+    None in the prefix leaves a subtree as it is.
     """
 
     def put(subtree: Any, sharding: Any) -> Any:

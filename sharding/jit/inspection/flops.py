@@ -45,8 +45,9 @@ _COSTLY = (
 
 
 def flops_of(node: fx.Node) -> int | None:
-    """Return the flops of an operator: 0 of those that are bound by memory, None of one that is not
-    and has no formula.
+    """Return the flops of an operator, None if they are unknown.
+
+    Operators that are bound by memory have 0; one that is not and has no formula has None.
     """
     packet: Any = node.target.overloadpacket  # type: ignore[union-attr]
     name = packet.__name__

@@ -87,8 +87,9 @@ class CompiledGraph(StepGraph):
 
     @property
     def reason(self) -> str | None:
-        """Why it was recorded although the function had graphs; None for the first one, and for one
-        that was only lowered.
+        """Why the call was recorded although the function had graphs.
+
+        None for the first graph, and for one that was only lowered.
         """
         return None if self.entry is None else self.entry.reason
 

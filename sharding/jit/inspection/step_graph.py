@@ -97,8 +97,9 @@ class StepGraph:
         return self._program.graph
 
     def as_text(self) -> str:
-        """Return one line per node: local shape, operator and operands; of a collective its axes,
-        bytes and purpose.
+        """Return one line per node: local shape, operator and operands.
+
+        The line of a collective also has its axes, bytes and purpose.
         """
         return "\n".join(self._lines())
 
