@@ -132,8 +132,9 @@ class JoinedFunction:
         return [entry for entries in self.entries.values() for entry in entries]
 
     def _is_recomputed_outside_of_unit(self) -> bool:
-        """Return whether `torch.utils.checkpoint` is around, inside of the modules' unit: it
-        computes again after the call of the unit, with other parameters.
+        """Return whether `torch.utils.checkpoint` is around the call, inside of the modules' unit.
+
+        It computes again after the call of the unit, with other parameters.
         """
         hooks = engine_hooks.saved_tensor_hooks()
         if hooks is None or getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint":
@@ -190,10 +191,12 @@ class JoinedFunction:
         return recorded.results()
 
     def _refuse_write(self, recorder: GraphRecorder, error: RuntimeError) -> None:
-        """Give up on a function that writes to an argument with a gradient history, whose stand-in
-        torch takes for a leaf.
+        """Give up on a function that writes in place to an argument with a gradient history.
 
-        Raises: JitError if it cannot be called again, since it has had an effect; with `fullgraph`.
+        Torch takes the stand-in of such an argument for a leaf.
+
+        Raises: JitError with `fullgraph`, or if the function cannot be called again, since it has
+            had an effect.
         """
         reason = (
             f"{self.name} writes in place to an argument that requires grad, so the history of "
@@ -549,8 +552,10 @@ class _OriginKind(NamedTuple):
         return cls(layout, of_origin, grad_layout, _Kind.of(x))
 
     def tensor_of(self, g: Tensor) -> Tensor:
-        """Return the origin's tensor; the gradient redistributed if it has no such origin, as that
-        of another loss than was recorded.
+        """Return the tensor of a gradient's origin.
+
+        A gradient without such an origin, as that of another loss than was recorded, is
+        redistributed.
         """
         noted = noted_origin(g)
         if noted is not None and self == type(self).of(g):
@@ -581,8 +586,9 @@ class _Kind(NamedTuple):
 
 
 def _seeds(grads: Sequence[Tensor | None], outputs: Sequence[_Kind]) -> list[Tensor | None]:
-    """Return the gradients of results in the results' own strides, so that backward does not depend
-    on how the program has laid them out.
+    """Return the gradients of results in the results' own strides.
+
+    Backward then does not depend on how the program has laid them out.
     """
     return [
         None if g is None else _as_strided_like(g, kind)
@@ -709,8 +715,13 @@ class _SavedTensors:
 
 
 class _Token:
-    """A saved tensor: what the hooks made of it, its node, and between `load` and `unload` what
-    they returned for it; how often the tensor had been written.
+    """A tensor that autograd has saved.
+
+    Attributes:
+        packed: what the hooks for saved tensors have made of it.
+        node: its node.
+        version: how often the tensor had been written.
+        value: between `load` and `unload`, what the hooks have returned for it.
     """
 
     __slots__ = ("node", "packed", "value", "version")

@@ -94,8 +94,10 @@ def _span(size: Sequence[int], stride: Sequence[int]) -> int:
 
 
 class _SavedHooks:
-    """What autograd calls to save a tensor of a call and to take it again. Nodes of autograd refer
-    to it as long as they live, so it holds tensors only while the call or its backward runs.
+    """Save the tensors of a call for autograd and return them again.
+
+    Nodes of autograd refer to the hooks as long as they live, so these hold tensors only while the
+    call or its backward runs.
 
     Args:
         passed: numbers of the inputs that backward gets again.
@@ -206,8 +208,10 @@ class Tape:
         keep: bool,
         leaves: Sequence[Tensor] = (),
     ) -> list[Tensor | None]:
-        """Return the gradients of the inputs, zeros where a value has decided that there is none;
-        of those without a gradient None. Those of some leaves follow.
+        """Return the gradients of the inputs, followed by those of some leaves.
+
+        The gradient is zeros where a value has decided that there is none, and None for inputs
+        without a gradient.
         """
         count = sum(kind is not None for kind in self._kinds)
         grads: Sequence[Tensor | None] = [None] * (count + len(leaves))
@@ -457,8 +461,9 @@ def _present_site() -> Site:
 
 
 class _Watch(TorchDispatchMode):
-    """Note the first use of a tensor or number that belongs to one call of the recorded function: a
-    later call would use it again.
+    """Note the first use of a tensor or number that belongs to one call of the recorded function.
+
+    A later call would use it again.
 
     Attributes:
         problem: what it is.
@@ -524,9 +529,11 @@ class _RecordedCall(NamedTuple):
 
 
 class _Recorded(torch.autograd.Function):
-    """The node of a recorded call. It saves what autograd has saved inside, one by one, as
-    `torch.utils.checkpoint` compares their number with that of a call that is not recorded. Its
-    backward is recorded if that runs inside of the recording.
+    """The node of a recorded call.
+
+    It saves what autograd has saved inside, one by one, as `torch.utils.checkpoint` compares their
+    number with that of a call that is not recorded. Its backward is recorded if that runs inside of
+    the recording.
     """
 
     @staticmethod

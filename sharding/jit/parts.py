@@ -1,5 +1,6 @@
-"""Run a function that is no graph as a whole in parts: calls of its modules are graphs, what is
-between them is eager.
+"""Run a function that is no graph as a whole in parts.
+
+Calls of its modules are graphs, what is between them is eager.
 
     step                eager     reads a value: a break
     └─ model            eager     has the break in its forward
@@ -130,8 +131,9 @@ def _outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def _inside(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the largest modules inside of one whose calls can be graphs; not single layers, which
-    are a few operators.
+    """Yield the largest modules inside of one whose calls can be graphs.
+
+    Single layers are left out: they are a few operators.
     """
     for child in module.children():
         is_called = type(child).forward is not nn.Module.forward
@@ -142,8 +144,9 @@ def _inside(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_whole(module: nn.Module) -> bool:
-    """Return whether a module's call gathers no parameters of modules inside of it: then it is one
-    unit at most.
+    """Return whether a module's call gathers no parameters of modules inside of it.
+
+    The module then has one unit at most.
     """
     units = {
         id(unit)

@@ -1,5 +1,6 @@
-"""Passes: functions that change a graph in place without changing its results; each returns how
-many nodes it has changed.
+"""Change graphs in place without changing their results.
+
+Each pass is a function that returns how many nodes it has changed.
 
     recorded graph
       | dead_collectives      results that are not used

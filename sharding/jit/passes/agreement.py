@@ -63,8 +63,12 @@ class Agreed(NamedTuple):
 
 
 class _Facts(NamedTuple):
-    """What a rank tells the others: hashes of its schedules, or why it has no graph; whether it has
-    read values of its own; hashes of its recordings of other values.
+    """What a rank tells the others about its recording.
+
+    Attributes:
+        stages: hashes of its schedules, or why it has no graph.
+        is_own: whether it has read values of its own.
+        others: hashes of its recordings of other values.
     """
 
     stages: list[str] | str
@@ -116,8 +120,9 @@ def _group_of_other(node: fx.Node) -> str | None:
 
 
 def hash_of(schedule: Schedule) -> str:
-    """Return a hash that is the same on ranks whose groups have the same place: each at other
-    ranks.
+    """Return a hash that is the same on ranks whose groups have the same place.
+
+    The groups are at other ranks: the ranks of a group count from its first one.
     """
     relative = [
         (line.what, line.numbers, tuple(rank - line.ranks[0] for rank in line.ranks))
@@ -127,8 +132,9 @@ def hash_of(schedule: Schedule) -> str:
 
 
 def announce(world: World, meshes: Sequence[Sequence[int]], name: str, reason: str) -> None:
-    """Meet all ranks before a recording, so that a rank that records while others run a graph is
-    named in the first collective.
+    """Meet all ranks before a recording.
+
+    A rank that records while others run a graph is then named in the first collective.
 
     Args:
         reason: why this rank records; empty if it is its first recording.
@@ -225,8 +231,9 @@ def _last_fitting(
 def agree_on_names(
     world: World, meshes: list[Sequence[int]], names: frozenset[Any]
 ) -> frozenset[Any]:
-    """Return those of some collectives, named by their groups and numbers, that all ranks of their
-    groups have named.
+    """Return the names of those collectives that all ranks of their groups have named.
+
+    A collective is named by its group and its numbers there.
     """
     known = _gather(world, rounds_of(world.rank, meshes), names)
     return frozenset(
@@ -252,8 +259,9 @@ def most_of(
 
 
 def rounds_of(rank: int, meshes: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """Return the largest sets of ranks that this rank is in, in an order that no two ranks see
-    differently.
+    """Return the largest sets of ranks that this rank is in.
+
+    Their order is one that no two ranks see differently.
     """
     sets = {frozenset(ranks) for ranks in meshes if rank in ranks and len(ranks) > 1}
     largest = [members for members in sets if not any(members < other for other in sets)]
@@ -294,8 +302,9 @@ def _check_recorded(schedules: dict[int, Schedule]) -> None:
 
 
 def fits(schedules: dict[int, Schedule]) -> bool:
-    """Return whether the schedules run to their ends if each rank starts a collective when the one
-    before has completed.
+    """Return whether the schedules run to their ends.
+
+    Each rank is taken to start a collective when the one before has completed.
     """
     place = dict.fromkeys(schedules, 0)
     work = list(schedules)

@@ -122,8 +122,15 @@ class MemoryUse:
 
 
 class _Form(NamedTuple):
-    """What the schema of an operator says of memory: names of all arguments, of those that results
-    share, of those written.
+    """What the schema of an operator says of memory.
+
+    Attributes:
+        names: of all arguments.
+        shared: names of the arguments whose memory results share.
+        written: names of the arguments that are written.
+        is_view: whether a result shares memory with an argument.
+        is_new: whether a result has memory of its own.
+        undeclared: whether the operator writes running statistics that its schema does not declare.
     """
 
     names: list[str]
@@ -196,8 +203,9 @@ def is_view(node: fx.Node) -> bool:
 
 
 def owner_of(node: fx.Node) -> fx.Node | None:
-    """Return the operand whose memory a node's result shares; None if it has its own. An input is
-    its own owner.
+    """Return the operand whose memory a node's result shares; None if it has its own.
+
+    An input is its own owner.
     """
     if node.op == "placeholder":
         return node
@@ -257,8 +265,9 @@ def class_bytes(node: fx.Node) -> int:
 
 
 def live_bytes(graph: fx.Graph, use: MemoryUse) -> list[int]:
-    """Return for each node how many bytes of results are in memory while it runs, if each is freed
-    after its last use.
+    """Return for each node how many bytes of results are in memory while it runs.
+
+    Each result is taken to be freed after its last use.
     """
     nodes = list(graph.nodes)
     first: dict[int, int] = {}
