@@ -30,12 +30,12 @@ _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 def bucket_collectives(graph: fx.Graph, limit: int, max_live_bytes: int | None = None) -> int:
-    """Pack collectives of one kind, group, dtype and reduction whose buffers have at most `limit`
-    bytes together.
+    """Pack collectives of one kind, group, dtype and reduction into one.
 
-    A bucket starts where the last of its operands is there, which must be before the first use of
-    any of its results; nothing that is written in between may be touched. The memory that the graph
-    takes does not become more than `max_live_bytes`, by default than it takes without.
+    Their buffers have at most `limit` bytes together. A bucket starts where the last of its
+    operands is there, which must be before the first use of any of its results; nothing that is
+    written in between may be touched. The memory that the graph takes does not become more than
+    `max_live_bytes`, by default than it takes without.
 
     Returns: how many collectives fewer there are.
     """
@@ -56,8 +56,9 @@ def bucket_collectives(graph: fx.Graph, limit: int, max_live_bytes: int | None =
 
 
 def _walk(graph: fx.Graph, limit: int, peak: int, done: set[fx.Node]) -> int:
-    """Pack what can be packed in one walk over the graph, without those that are done; return how
-    many collectives fewer there are.
+    """Pack what can be packed in one walk over the graph, without the collectives that are done.
+
+    Returns: how many collectives fewer there are.
     """
     places = Places(graph)
     buckets = sorted(_buckets(places, limit, peak, done), key=lambda bucket: bucket[0])
@@ -137,8 +138,9 @@ class _PackedMemory:
         self._fences = [places.at[node] for node in self._use.fences]
 
     def fits(self, starts: list[fx.Node]) -> bool:
-        """Return whether one collective can replace these: after all operands, before all uses, and
-        without more memory.
+        """Return whether one collective can replace these without more memory.
+
+        It must run after all their operands and before all their uses.
         """
         at, use, place = self.places.at, self._use, _place(self.places, starts)
         for node in starts:
@@ -151,8 +153,11 @@ class _PackedMemory:
         return bool((self._live[first : first + len(more)] + more <= self._peak).all())
 
     def take(self, starts: list[fx.Node]) -> bool:
-        """Note that these are packed, unless what their operands are made of, which is computed
-        earlier, takes too much memory.
+        """Note that these are packed, unless that takes too much memory.
+
+        What their operands are made of is computed earlier, which takes memory, too.
+
+        Returns: whether they are packed.
         """
         first, more = self._more(starts)
         place = _place(self.places, starts)
@@ -165,8 +170,9 @@ class _PackedMemory:
         return True
 
     def _more(self, starts: list[fx.Node]) -> tuple[int, Any]:
-        """Return a place, and how many bytes more the graph takes from there on: packed buffers,
-        operands kept until then.
+        """Return a place, and how many bytes more the graph takes from there on.
+
+        The bytes are those of packed buffers, and of operands that are kept until they are packed.
         """
         at, place = self.places.at, _place(self.places, starts)
         out = sum(map(nbytes, starts))
@@ -226,8 +232,9 @@ def _pack(new: Appender, starts: list[fx.Node], own: list[bool]) -> fx.Node:
 
 
 def _part(new: Appender, whole: fx.Node, offset: int, count: int, is_own: bool) -> fx.Node:
-    """Add what one collective has of a packed result: columns of a table, which are copied, or
-    elements.
+    """Add what one of the packed collectives has of the packed result.
+
+    The part is columns of a table, which are copied, or elements.
     """
     if len(whole.meta["val"][0]) == 2:
         size, total = whole.meta["val"][0]

@@ -14,14 +14,13 @@ from .movement import is_empty
 
 
 def share_common_collectives(graph: fx.Graph, max_live_bytes: int | None = None) -> int:
-    """Let later collectives use the result of an earlier one of the same kind, group and operand
-    value.
+    """Let later collectives use the result of an earlier one that does the same.
 
-    A value is the same if it was computed by the same operators from the same values, with no write
-    between. Results that are written in place are not shared, nor are two that the graph returns.
-    Keeping the first result until the second is needed must not raise the memory of the graph above
-    `max_live_bytes`, by default its memory without this pass: FSDP gathers parameters twice to save
-    memory.
+    The two have the same kind, group and operand value. A value is the same if it was computed by
+    the same operators from the same values, with no write between. Results that are written in
+    place are not shared, nor are two that the graph returns. Keeping the first result until the
+    second is needed must not raise the memory of the graph above `max_live_bytes`, by default its
+    memory without this pass: FSDP gathers parameters twice to save memory.
 
     Returns: how many collectives were removed.
     """
@@ -43,8 +42,9 @@ def share_common_collectives(graph: fx.Graph, max_live_bytes: int | None = None)
 
 
 def _pairs(graph: fx.Graph, limit: int | None) -> list[tuple[fx.Node, fx.Node, fx.Node]]:
-    """Return collectives with their waits, each after the wait of an earlier collective whose
-    result it may use.
+    """Return collectives that may use the result of an earlier one, with the waits of both.
+
+    Each comes as a triple: the wait of the earlier collective, the later collective, and its wait.
     """
     use = MemoryUse(graph)
     order = {node: i for i, node in enumerate(graph.nodes)}

@@ -1,5 +1,6 @@
-"""Remove nodes that do nothing: aliases and unused values of a recorded graph, and collectives
-whose results are not used.
+"""Remove nodes that do nothing.
+
+They are aliases and unused values of a recorded graph, and collectives whose results are not used.
 
 `fx.Graph.eliminate_dead_code` removes unused nodes; it knows neither which memory a needed node
 reads nor that a `permute` also sends.
@@ -61,8 +62,9 @@ def _alias_of(node: fx.Node) -> fx.Node | None:
 
 
 def _may_be_returned(x: fx.Node, output: fx.Node) -> bool:
-    """Return whether a node can be returned in place of an alias of it: it is a new tensor and not
-    returned already.
+    """Return whether a node can be returned in place of an alias of it.
+
+    It can if it is a new tensor and not returned already.
     """
     return (
         x.op == "call_function"
@@ -76,11 +78,11 @@ def _may_be_returned(x: fx.Node, output: fx.Node) -> bool:
 
 
 def remove_dead_collectives(graph: fx.Graph) -> int:
-    """Remove what neither an output nor a write to an input depends on, if it is a collective or
-    has no other effect.
+    """Remove what neither an output nor a write to an input depends on.
 
-    A write to memory that is not an input is needed if anything needed reads that memory. A
-    `permute` stays, since it also sends, and so does its wait, until which its buffers are in use.
+    Only collectives and nodes without other effects are removed. A write to memory that is not an
+    input is needed if anything needed reads that memory. A `permute` stays, since it also sends,
+    and so does its wait, until which its buffers are in use.
 
     Returns: how many collectives were removed.
     """

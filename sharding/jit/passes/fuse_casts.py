@@ -35,8 +35,9 @@ _CAST_ARGUMENTS = {"dtype", "layout", "device", "pin_memory", "non_blocking"}
 
 
 def fuse_casts(graph: fx.Graph) -> int:
-    """Move casts and multiplications by numbers to where fewer elements are handled or fewer bytes
-    are sent, and into packing copies.
+    """Move casts and multiplications by numbers to where they cost less.
+
+    They go to where fewer elements are handled or fewer bytes are sent, and into packing copies.
 
     Returns: how many places have changed.
     """
@@ -76,8 +77,9 @@ def elementwise(node: fx.Node) -> Elementwise | None:
 
 
 def send_before_widening(graph: fx.Graph, move: Movement) -> int:
-    """Send what was cast to a larger dtype before the cast, where both results fit into memory next
-    to each other.
+    """Send what was cast to a larger dtype before the cast.
+
+    Both results must fit into memory next to each other.
     """
     live = live_bytes(graph, move.use)
     for start in filter(is_moving, move.nodes):
@@ -181,8 +183,9 @@ def apply_before_moving(graph: fx.Graph, move: Movement) -> int:
 
 
 def _region(move: Movement, first: int) -> Region | None:
-    """Return the memory to which the values of a class are copied, up to nodes that do something;
-    None if it may not change.
+    """Return the memory to which the values of a class are copied, up to nodes that do something.
+
+    The result is None if the memory may not change.
     """
     use, at = move.use, move.at
     classes: set[int] = set()
@@ -227,8 +230,9 @@ def _is_filler(node: fx.Node) -> bool:
 
 
 def _has_fewer_inputs(move: Movement, region: Region, start: fx.Node) -> bool:
-    """Return whether a scale runs on fewer elements before a collective than after, and nothing is
-    left of it there.
+    """Return whether a scale runs on fewer elements before a collective than after.
+
+    Nothing may be left of it after the collective.
     """
     same_dtype = _dtype(start) is _dtype(region.exits[0])
     is_fewer = nbytes(start) > nbytes(start.args[0])  # type: ignore[arg-type]
@@ -236,8 +240,10 @@ def _has_fewer_inputs(move: Movement, region: Region, start: fx.Node) -> bool:
 
 
 def _is_removable(move: Movement, node: fx.Node) -> bool:
-    """Return whether users of an exit may read the memory of the region instead: nothing writes it
-    or depends on where it is, and no more memory is kept than they read.
+    """Return whether users of an exit may read the memory of the region instead.
+
+    Nothing may write the memory or depend on where it is, and no more memory may be kept than they
+    read.
     """
     x: Any = node.args[0]
     if node.target is aten.copy_.default or not move.is_private(node):
@@ -250,8 +256,9 @@ def _is_removable(move: Movement, node: fx.Node) -> bool:
 
 
 def _apply_at_inputs(graph: fx.Graph, move: Movement, region: Region, is_cast: bool) -> None:
-    """Do at the inputs of a region what its exits do, and let their users take its values as they
-    are.
+    """Do at the inputs of a region what its exits do.
+
+    The users of the exits then take the values of the region as they are.
     """
     function, dtype = region.exits[0], _dtype(region.exits[0])
     removable = [node for node in region.exits if _is_removable(move, node)]
@@ -274,8 +281,9 @@ def _apply_at_inputs(graph: fx.Graph, move: Movement, region: Region, is_cast: b
 
 
 def _cast(graph: fx.Graph, x: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """Add a cast of a contiguous operand; in the copy that packs it, if only the collective reads
-    that.
+    """Add a cast of a contiguous operand.
+
+    If only the collective reads the copy that packs the operand, that copy casts instead.
     """
     chain = [x]
     while is_view(chain[-1]) and len(chain[-1].users) == 1:
@@ -360,8 +368,9 @@ def _is_of_collective(move: Movement, x: fx.Node) -> bool:
 
 
 def _up_to_slice(node: fx.Node) -> list[fx.Node]:
-    """Return the views that are the only uses of a node, up to a slice; none if there is no
-    slice.
+    """Return the views that are the only uses of a node, up to a slice.
+
+    The result is empty if there is no slice.
     """
     chain: list[fx.Node] = []
     while len(node.users) == 1:

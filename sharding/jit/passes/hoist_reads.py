@@ -191,8 +191,10 @@ class _Hoist:
 
 
 def unmovable_read(program: Program) -> str | None:
-    """Return why a value that an installed package reads cannot be known before the graph, with its
-    place; None if all can, as far as one rank can tell.
+    """Return why a value that an installed package reads cannot be known before the graph.
+
+    The reason begins with the place of the read. The result is None if all values can be known, as
+    far as one rank can tell.
     """
     graph, values = fx.Graph(), {}
     graph.output(graph.graph_copy(program.graph, values))

@@ -1,5 +1,6 @@
-"""Nodes that only bring values to other places: what they make can be made again, and what is done
-to each element can be done before.
+"""Find nodes that only bring values to other places.
+
+What they make can be made again, and what is done to each element can be done before.
 """
 
 from __future__ import annotations
@@ -33,15 +34,17 @@ def is_empty(node: fx.Node) -> bool:
 
 
 def is_copy(node: fx.Node) -> bool:
-    """Return whether a node makes memory or copies values, perhaps to another dtype, and does
-    nothing else.
+    """Return whether a node makes memory or copies values, and does nothing else.
+
+    A copy may have another dtype.
     """
     return node.target in _COPIES or is_empty(node)
 
 
 def is_moving(node: fx.Node) -> bool:
-    """Return whether a node starts a collective that brings the values of its operand to other
-    ranks, on all ranks alike.
+    """Return whether a node starts a collective that brings values to other ranks.
+
+    The values are those of its operand, and all ranks do it alike.
     """
     return OPERATORS.get(node.target) in _MOVING  # type: ignore[arg-type]
 
@@ -78,8 +81,9 @@ class Movement:
                 self.mixed |= self.use.of[node]
 
     def is_private(self, node: fx.Node) -> bool:
-        """Return whether only this node fills the memory of its result, and nothing outside of the
-        graph sees it.
+        """Return whether only this node fills the memory of its result.
+
+        Nothing outside of the graph may see that memory.
         """
         classes = self.use.of[node]
         is_seen = classes & (self.use.outputs | self.mixed)
@@ -95,8 +99,9 @@ class Movement:
         return next(c for c in self.use.of[start] if self.use.made_by.get(c) is start)
 
     def derived(self, start: fx.Node) -> list[int]:
-        """Return the classes that have values of a collective's result, moved by copies only, each
-        after those that it is copied from.
+        """Return the classes that have values of a collective's result, moved by copies only.
+
+        Each class comes after those that it is copied from.
         """
         classes = dict.fromkeys([self.own(start)])
         work: list[Any] = list(classes)
