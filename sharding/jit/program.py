@@ -1,5 +1,7 @@
-"""A recorded graph, made ready to run: the sources of its inputs, its writes, its code, and what
-that calls besides operators.
+"""Hold a recorded graph that is ready to run.
+
+A program has the sources of its inputs, its writes, its code, and what that calls besides
+operators.
 
 inputs    arguments | slots such as `.grad` | state by reference | constants | numbers
 graph     operators in the order of the recording
@@ -78,8 +80,9 @@ class Program:
 
 
 class OfTraining:
-    """Calls an operator that leaves out what backward needs where gradients are disabled, as a
-    graph runs.
+    """Call an operator in grad mode, as it was recorded.
+
+    A graph runs where gradients are disabled, and the operator would leave out what backward needs.
     """
 
     def __init__(self, operator: Callable[..., Any]) -> None:
@@ -96,8 +99,9 @@ def item(x: Tensor) -> Any:
 
 
 def expect(x: Tensor, value: Any, place: str, why: str = "it is read inside") -> None:
-    """Raise unless a tensor has the value that it had when the graph was made, on which Python code
-    depended.
+    """Raise unless a tensor has the value that it had when the graph was made.
+
+    Python code depended on that value.
 
     Args:
         why: the value does not select a recording.
@@ -121,8 +125,9 @@ def barrier(group: str) -> None:
 
 
 class Exchange:
-    """Exchanges a Python object between ranks again, as the library does for shapes that may change
-    on other ranks.
+    """Exchange a Python object between ranks again.
+
+    The library does so for shapes that may change on other ranks.
     """
 
     def __init__(self, group: str, sent: Any, expected: list[Any], place: str) -> None:
@@ -158,8 +163,9 @@ def is_pure(node: fx.Node) -> bool:
 
 
 def changes_metadata(graph: fx.Graph) -> bool:
-    """Return whether an operator gives a tensor another shape or other memory in place; then
-    aliases are no longer alike.
+    """Return whether an operator gives a tensor another shape or other memory in place.
+
+    Aliases are then no longer alike.
     """
     return any(
         torch.Tag.inplace_view in getattr(node.target, "tags", ()) for node in graph.nodes
@@ -181,8 +187,9 @@ def run_plainly(runner: Runner, inputs: Sequence[Any]) -> Sequence[Any]:
 
 
 def compile_eagerly(graph: fx.Graph, mark: Callable[[int], None] | None = None) -> Runner:
-    """Return the graph as a Python function of its inputs, which frees each value after its last
-    use.
+    """Return the graph as a Python function of its inputs.
+
+    The function frees each value after its last use.
 
     Args:
         mark: called after each node with its number.
@@ -233,8 +240,9 @@ class _Code:
         ]
 
     def _last_uses(self) -> dict[fx.Node, list[fx.Node]]:
-        """Return for each node the values that it uses for the last time, or that are never
-        used.
+        """Return for each node the values that it uses for the last time.
+
+        A value that is never used is listed at its own node.
         """
         last = {x: node for node in self.nodes for x in node.all_input_nodes}
         dying: dict[fx.Node, list[fx.Node]] = {}

@@ -143,8 +143,9 @@ class GraphRecorder(TorchDispatchMode):
         return result
 
     def follow_generators(self) -> None:
-        """Record that the function has gone back to an earlier state of torch's generators, or
-        refuse one that is not known.
+        """Record that the function has gone back to an earlier state of torch's generators.
+
+        A state that is not known is refused.
         """
         if not (self.abstract or self.draws.torch.follow(self.builder.graph)):
             self.builder.refuse(seeded_inside())
@@ -222,8 +223,9 @@ class GraphRecorder(TorchDispatchMode):
         return x if traced is None else traced.node
 
     def _is_stand_in(self, flat: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Return whether an operator makes or takes a tensor on "meta" that stands for a sharded
-        one and has no values.
+        """Return whether an operator makes or takes a stand-in on "meta".
+
+        A stand-in is a tensor that stands for a sharded one and has no values.
         """
         tensors = [x for x in flat if isinstance(x, Tensor)]
         if any(isinstance(x, ShardedTensor) for x in tensors):
@@ -244,8 +246,9 @@ class GraphRecorder(TorchDispatchMode):
         return result
 
     def _read(self, x: Tensor) -> Any:
-        """Return the value of a tensor with one element: a number of the graph; for libraries the
-        value, which selects the recording in later calls.
+        """Return the value of a tensor with one element, as a number of the graph.
+
+        Libraries get the value itself, which selects the recording in later calls.
         """
         with _disable_current_modes():
             value = math.nan if x.is_meta else x.item()
@@ -409,8 +412,9 @@ def _sparse() -> JitError:
 
 
 def _dynamic_shape(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> JitError | None:
-    """Return an error if the shape of this operator's result depends on the values of its
-    operands.
+    """Return an error if the shape of an operator's result depends on values, None otherwise.
+
+    The values are those of its operands.
     """
     if torch.Tag.dynamic_output_shape not in func.tags:
         return None
@@ -436,8 +440,9 @@ def _dynamic_shape(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Ji
 
 
 def _caller(*inner: str) -> FrameType:
-    """Return the innermost frame that is neither of these files and folders nor of torch, but for
-    its optimizers.
+    """Return the innermost frame that is in none of these files and folders.
+
+    Frames of torch are left out, too, but for its optimizers.
     """
     frame: Any = sys._getframe(1)
     while (

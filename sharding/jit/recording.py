@@ -54,8 +54,10 @@ class Effect(NamedTuple):
 
 
 class Result(NamedTuple):
-    """A leaf of the result: an output, sharded if it has a layout; a leaf of the arguments; or any
-    other object, unchanged.
+    """A leaf of the result of a call.
+
+    It is an output, sharded if it has a layout; a leaf of the arguments; or any other object,
+    unchanged.
 
     Attributes:
         sealed: whether it had a gradient history.
@@ -199,8 +201,10 @@ def run_recorded(
 
 
 def settle(snapshot: Snapshot) -> None:
-    """Replace the numbers of a dropped recording that the function has stored by their values, also
-    in what it has made: an optimizer may keep its learning rate in its state.
+    """Replace the numbers of a dropped recording that the function has stored by their values.
+
+    They are also replaced in what the function has made: an optimizer may keep its learning rate in
+    its state.
     """
     for holder in snapshot.again().holders:
         stored = holder.source
@@ -261,8 +265,9 @@ def _known(x: Any) -> Any:
 
 
 def _shown(x: Any) -> Any:
-    """Return a result as later calls return it: a number for a traced one, without gradient
-    history.
+    """Return a result as later calls return it.
+
+    It is a number for a traced one, and has no gradient history.
     """
     if isinstance(x, TracedFloat):
         return x.node.hint
@@ -280,8 +285,10 @@ def _mapped(f: Callable[[Any], Any], result: Any) -> Any:
 
 
 def seal(x: Tensor, *inputs: Tensor) -> Tensor:
-    """Return a result that requires grad, through which backward to itself or to these inputs
-    raises: no gradient is silently missing.
+    """Return a result that requires grad, through which backward raises.
+
+    That holds for backward to the result itself or to these inputs, so no gradient is silently
+    missing.
     """
     if isinstance(x, ShardedTensor):
         sealed = ShardedTensor._make(seal(x._local, *inputs), x._layout)
@@ -303,8 +310,9 @@ def _layout_of(x: Tensor) -> tuple[Layout | None, int]:
 
 
 def _note_memory(node: fx.Node, x: Tensor | None) -> None:
-    """Record where an input's memory is, so that passes know which inputs share it; of "meta"
-    tensors where it would be, far apart.
+    """Record where an input's memory is, so that passes know which inputs share it.
+
+    Of "meta" tensors it is where the memory would be, far apart.
     """
     if x is not None:
         storage = x.untyped_storage()
@@ -367,8 +375,9 @@ class _Finish:
         }
 
     def moved(self) -> str | None:
-        """Return which captured tensor has other memory than when it was first used, None if none
-        has.
+        """Return which captured tensor has other memory than when it was first used.
+
+        The result is None if none has.
         """
         for captured in self.recorder.builder.captured:
             x = captured.ref()

@@ -1,5 +1,6 @@
-"""Python numbers whose values are not known when a graph is made: a learning rate, `step.item()`, a
-number that was passed.
+"""Record Python numbers whose values are not known when a graph is made.
+
+Such a number is a learning rate, `step.item()`, or one that was passed.
 
 `TracedFloat` is a `torch.SymFloat`, so operators of torch take it where they take a number;
 arithmetic on it is recorded as nodes of the graph, which compute in Python, in double precision, as
@@ -116,8 +117,9 @@ class _ScalarNode:
     wrap_int = wrap_float
 
     def guard_float(self, file: str, line: int) -> float:
-        """Return the value for an operator that takes a C++ double; the recording finds it among
-        the arguments.
+        """Return the value for an operator that takes a C++ double.
+
+        The recording looks for it among the arguments.
         """
         if not file.endswith(_ARGUMENTS):
             return self.fixed("float()")
@@ -125,8 +127,9 @@ class _ScalarNode:
         return self.hint
 
     def fixed(self, what: str) -> float:
-        """Return the value, which is a constant of the graph from now on; an error for learning
-        rates, which change in every call.
+        """Return the value, which is a constant of the graph from now on.
+
+        It is an error for learning rates, which change in every call.
         """
         if self.name == RATE:
             self.builder.refuse(value_read(what))
@@ -303,16 +306,19 @@ _ScalarNode.sym_min = _of_node(min)  # type: ignore[attr-defined]
 
 
 def settle_doubles(passed: Sequence[_ScalarNode], function: Any) -> None:
-    """Note the values of numbers that a function has taken as C++ doubles and passed to no
-    operator: it has computed with them.
+    """Note the values of numbers that a function has taken as C++ doubles.
+
+    The function has passed them to no operator: it has computed with them.
     """
     for node in passed:
         node.constant(f"{getattr(function, '__name__', function)}, which computes with it,")
 
 
 def settle_base(function: Any, args: Sequence[Any]) -> Sequence[Any]:
-    """Return the arguments of a function, with the value of a number that is the base of a power,
-    if its gradient needs the logarithm of the number, for which C++ has no symbol.
+    """Return the arguments of a function, with the value of a number that is the base of a power.
+
+    The value replaces the number if the gradient of the power needs the logarithm of the number,
+    for which C++ has no symbol.
     """
     is_power = getattr(function, "__name__", "") in ("pow", "__rpow__", "float_power")
     if not is_power or not torch.is_grad_enabled():
@@ -324,8 +330,9 @@ def settle_base(function: Any, args: Sequence[Any]) -> Sequence[Any]:
 
 
 def _is_direct(func: Any, function: Any, args: Sequence[Any]) -> bool:
-    """Return whether an operator runs because the program has called it, with the program's
-    numbers, and autograd has saved none of them for a gradient.
+    """Return whether an operator runs because the program has called it with its numbers.
+
+    Autograd must have saved none of the program's numbers for a gradient.
     """
     packet = func.overloadpacket
     if function is None or getattr(function, "__name__", None) != packet.__name__:
@@ -344,14 +351,15 @@ def among(
     kwargs: dict[str, Any],
     function: Any,
 ) -> dict[int, _ScalarNode]:
-    """Return which of an operator's arguments, flattened, are the traced numbers that were passed
-    as C++ doubles, by index.
+    """Return which of an operator's arguments are traced numbers that were passed as C++ doubles.
 
     They are told by their values; where several have the same value, by their names. One that is
     not found is a constant, under the condition that it stays.
 
     Args:
         function: what the program has called.
+
+    Returns: the traced numbers, by the index of their argument among the flattened arguments.
     """
     if not _is_direct(func, function, (args, kwargs)):
         settle_doubles(passed, function or func)

@@ -129,8 +129,9 @@ class Recordings(list[Any]):
         self.device = torch.device("cpu")
 
     def select(self, leaves: Sequence[Any]) -> Selected:
-        """Return the newest recording that holds for a call; in a recomputation, of those that its
-        forward knew.
+        """Return the newest recording that holds for a call.
+
+        In a recomputation, it is the newest of those that its forward knew.
         """
         known: dict[str, Sequence[Any]] = {}
         why, count, before = "", 0, thread_context.graphs_before

@@ -80,8 +80,9 @@ _PASSES = tuple(
 
 
 def _checked(name: str, value: Any) -> Any:
-    """Return the value of an option of Inductor. Raises: ValueError if it has no such option,
-    TypeError for a value of another type.
+    """Return the value of an option of Inductor.
+
+    Raises: ValueError if it has no such option, TypeError for a value of another type.
     """
     from torch._inductor import config  # takes a second to import
 

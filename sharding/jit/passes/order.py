@@ -52,14 +52,16 @@ class Places:
                 fence = i
 
     def early(self, node: fx.Node) -> int:
-        """Return the place of the last node that must run before this one: a collective, or one
-        that only computes.
+        """Return the place of the last node that must run before this one.
+
+        `node` is a collective, or a node that only computes.
         """
         return self.starts[node] if node in self.starts else self._early[node]
 
     def needed(self, node: fx.Node, after: int) -> list[fx.Node]:
-        """Return what a node needs and that runs after a place not before `early(node)`, in order,
-        the node last.
+        """Return what a node needs that runs after a place, in order, the node last.
+
+        The place is not before `early(node)`.
         """
         nodes: set[fx.Node] = set()
         work = [node]
@@ -90,8 +92,9 @@ class Appender:
         strides: Sequence[int] | None = None,
         kwargs: Any = None,
     ) -> fx.Node:
-        """Add a node whose result has this shape, dtype and device of the first operand, and is
-        contiguous without strides.
+        """Add a node whose result has this shape.
+
+        Its dtype and device are those of the first operand, and it is contiguous without strides.
         """
         with self._graph.inserting_after(self._last):
             self._last = self._graph.call_function(target, tuple(args), kwargs or {})
@@ -120,8 +123,9 @@ def group_size(start: fx.Node) -> int:
 
 
 def fixed_memory(graph: fx.Graph, use: MemoryUse) -> frozenset[int]:
-    """Return the classes of memory that may not become part of a larger buffer: returned by the
-    graph, or addressed by offset.
+    """Return the classes of memory that may not become part of a larger buffer.
+
+    The graph returns that memory, or addresses it by offset.
     """
     return use.outputs | use.union(
         node for node in graph.nodes if node.target is aten.as_strided.default

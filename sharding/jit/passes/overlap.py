@@ -17,8 +17,10 @@ from .order import Places, set_order
 
 
 def overlap(graph: fx.Graph, max_live_bytes: int | None = None) -> int:
-    """Move each start as early as its operand and the order of starts allow, and each wait as late
-    as its first use.
+    """Move each start as early, and each wait as late, as the graph allows.
+
+    A start goes as early as its operand and the order of starts allow, and a wait as late as the
+    first use of its result.
 
     Args:
         max_live_bytes: how many bytes of results may be in flight, started earlier than in the
@@ -79,8 +81,9 @@ def _start_early(graph: fx.Graph, limit: int | None, peak: int) -> set[fx.Node]:
 
 
 def wait_late(graph: fx.Graph) -> set[fx.Node]:
-    """Move each wait, with the views of its result, to right before the first node that must run
-    after it.
+    """Move each wait to right before the first node that must run after it.
+
+    The views of its result move with it.
     """
     use = MemoryUse(graph)
     nodes = list(graph.nodes)

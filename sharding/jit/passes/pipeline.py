@@ -39,8 +39,9 @@ def run(
     meshes: Sequence[Sequence[int]],
     others: Sequence[Program] = (),
 ) -> Program | str:
-    """Return a program with the passes applied that all ranks apply alike; `recording` is not
-    changed.
+    """Return a program with the passes applied that all ranks apply alike.
+
+    `recording` is not changed.
 
     A pass whose schedules do not fit each other on all ranks is left out, on all of them. So are
     all passes if ranks that have read other values would have other schedules.
@@ -104,8 +105,9 @@ def run(
 def _hoisting(
     world: World | None, meshes: Sequence[Sequence[int]], **options: bool
 ) -> Callable[[Program], Program]:
-    """Return a function that returns a program with its reads before the graph: of one that is only
-    inspected, the program itself.
+    """Return a function that returns a program with its reads before the graph.
+
+    Of a program that is only inspected, it returns the program itself.
     """
 
     def hoist(program: Program) -> Program:
@@ -129,8 +131,10 @@ def _stages(
     hoist: Callable[[Program], Program],
     twice: frozenset[object] | None = None,
 ) -> list[tuple[Program, str]]:
-    """Return the program as recorded, with its reads before the graph, and after each pass that is
-    on.
+    """Return the program at each stage.
+
+    The stages are the program as recorded, with its reads before the graph, and after each pass
+    that is on.
 
     Args:
         twice: the collectives that may be gathered again; None for all.

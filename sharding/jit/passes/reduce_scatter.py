@@ -16,8 +16,9 @@ aten = torch.ops.aten
 
 
 def scatter_reductions(graph: fx.Graph, rank_in: Callable[[tuple[int, ...]], int]) -> int:
-    """Replace each all_reduce whose result is only sliced along its first dim, to the part of this
-    rank, by a reduce_scatter.
+    """Replace each all_reduce of which this rank uses only its own part by a reduce_scatter.
+
+    The result of such an all_reduce is only sliced along its first dim, to the part of this rank.
 
     Args:
         rank_in: returns the index of this rank in a group.
@@ -54,8 +55,9 @@ def scatter_reductions(graph: fx.Graph, rank_in: Callable[[tuple[int, ...]], int
 
 
 def _sliced(start: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
-    """Return the wait, the view of its result, and the slice that is its only use; None if it has
-    others.
+    """Return the wait, the view of its result, and the slice that is its only use.
+
+    The result is None if the all_reduce has other uses.
     """
     chain: list[Any] = [start]
     while len(chain[-1].users) == 1 and len(chain) < 4:

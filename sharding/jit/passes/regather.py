@@ -47,11 +47,11 @@ class _Again(NamedTuple):
 def regather(
     graph: fx.Graph, max_live_bytes: int | None = None, only: frozenset[object] | None = None
 ) -> int:
-    """Run collectives again before the later uses of their results, where keeping these makes the
-    graph take the most memory.
+    """Run collectives again before the later uses of their results, to take less memory.
 
-    It goes on until no result is kept at the peak that could be gathered again, or until the graph
-    takes at most `max_live_bytes`.
+    That is done where keeping the results makes the graph take the most memory. It goes on until no
+    result is kept at the peak that could be gathered again, or until the graph takes at most
+    `max_live_bytes`.
 
     Args:
         only: the collectives that may run twice, by `name_of`; by default all.
@@ -98,8 +98,9 @@ def regather(
 
 
 def name_of(start: fx.Node) -> object:
-    """Return which collective of the recorded program a node is, the same on all ranks of its
-    group.
+    """Return which collective of the recorded program a node is.
+
+    The name is the same on all ranks of its group.
     """
     return start.args[-2], start.meta.get("numbers", ())
 
@@ -131,8 +132,9 @@ class _LiveMemory:
         return int(self.live.max(initial=0))
 
     def again(self, start: fx.Node, classes: list[int], peak: int) -> _Again | None:
-        """Return how the values of a collective that are kept at a place can be had again after it;
-        None if they cannot or need not.
+        """Return how the values of a collective that are kept at a place can be had again after it.
+
+        The result is None if they cannot or need not.
         """
         at, use = self.move.at, self.use
         members: set[int] = set()
@@ -226,8 +228,9 @@ class _LiveMemory:
         return run
 
     def _can_be_read(self, sources: set[int], run: set[fx.Node], place: int) -> bool:
-        """Return whether sources have the same values at a later place as when these nodes read
-        them.
+        """Return whether sources have the same values at a later place as when they are read.
+
+        The nodes that read them are those that run again.
         """
         first: dict[int, int] = {}
         for node in sorted(run, key=self.move.at.__getitem__, reverse=True):
