@@ -172,10 +172,10 @@ class GraphBuilder:
         return self._node_of_alias(x)
 
     def _node_of_alias(self, x: Tensor) -> fx.Node | None:
-        """Return the node of a tensor with the memory of a known one; None if it has other memory.
+        """Return the node of an alias of a known tensor, None if the tensor is no such alias.
 
-        Torch makes some aliases without an operator. Such an alias is recorded as a view of the
-        known tensor.
+        Torch makes some aliases without an operator. Such an alias has the memory of the known
+        tensor, and is recorded as a view of it.
 
         A tensor that the program can reach is a separate input, so that its writes are counted.
         """

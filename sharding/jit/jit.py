@@ -342,9 +342,9 @@ class JitFunction:
     def _join(self, key: Any, snapshot: Snapshot, world: World) -> None:
         """Run calls of a signature as two programs from now on.
 
-        A backward outside of the function has used the results. If modules are units of
-        `fully_shard` or `data_parallel`, which gather parameters and reduce gradients around their
-        calls, the calls inside of units are the graphs.
+        The reason is that a backward outside of the function has used the results. If modules are
+        units of `fully_shard` or `data_parallel`, which gather parameters and reduce gradients
+        around their calls, the calls inside of units are the graphs.
         """
         is_of_units = any(hasattr(module, "_shardmesh_unit") for module in snapshot.modules)
         if is_of_units and not self._fullgraph:
