@@ -65,10 +65,10 @@ def train(options, mesh):
             save_tiny_model(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = tokenizer.chat_template or training.DEFAULT_CHAT_TEMPLATE
-    documents = [training.tokenize(x, tokenizer) for x in training.read_records(options.data)]
-    held_out = max(1, len(documents) // 10)
+    records = (training.tokenize(x, tokenizer) for x in training.read_records(options.data))
+    documents = [x for x in records if any(y != -100 for y in x["labels"][1:])]
     loaders = []
-    for part in (documents[:-held_out], documents[-held_out:]):
+    for part in ([x for i, x in enumerate(documents) if i % 10], documents[::10]):
         rows = training.pack(part, options.length)
         sampler = training.DistributedSampler(rows, mesh=mesh, axes="fsdp")
         loaders.append(DataLoader(rows, options.batch // mesh.size("fsdp"), sampler=sampler))
@@ -102,8 +102,8 @@ def train(options, mesh):
             sm.checkpoint.save(state_of(model, optimizer, loader), checkpoints, step=step, keep=2)
         if has_to_end and step < options.steps:
             return say(f"saved step {step}; run it again to go on")
-    learned = [label != -100 for label in documents[-1]["labels"]].index(True)
-    ids = torch.tensor([documents[-1]["input_ids"][: max(learned, 16)]])
+    learned = [label != -100 for label in documents[0]["labels"]].index(True)
+    ids = torch.tensor([documents[0]["input_ids"][: max(learned, 16)]])
     prompt = sm.device_put(ids, mesh, P())
     how = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 40, "do_sample": False}
     say(tokenizer.decode(model.eval().generate(prompt, pad_token_id=0, **how).full_tensor()[0]))
@@ -117,7 +117,7 @@ def train(options, mesh):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Finetune a Hugging Face causal language model.")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--model", type=Path, help="folder of a model and its tokenizer (a tiny random one)")
     add("--data", type=Path, default=Path(__file__), help="text, or JSON lines of chats")

@@ -133,6 +133,8 @@ def tokenize(
 
 def _conversation(messages: Sequence[Any], tokenizer: Any) -> tuple[str, list[tuple[int, int]]]:
     """Return the text of a conversation, and the intervals of it that the assistant says."""
+    if not messages:
+        raise ValueError("tokenize: a conversation without messages")
     for message in messages:
         fields = message if isinstance(message, Mapping) else {}
         if not isinstance(fields.get("role"), str) or not isinstance(fields.get("content"), str):
@@ -143,12 +145,19 @@ def _conversation(messages: Sequence[Any], tokenizer: Any) -> tuple[str, list[tu
     template = None if tokenizer.chat_template else DEFAULT_CHAT_TEMPLATE
 
     def text_of(count: int, has_prompt: bool) -> str:
-        return tokenizer.apply_chat_template(
-            list(messages[:count]),
-            chat_template=template,
-            tokenize=False,
-            add_generation_prompt=has_prompt,
-        )
+        try:
+            return tokenizer.apply_chat_template(
+                list(messages[:count]),
+                chat_template=template,
+                tokenize=False,
+                add_generation_prompt=has_prompt,
+            )
+        except Exception as error:  # of jinja2, such as those that templates raise themselves
+            if type(error).__module__.partition(".")[0] != "jinja2":
+                raise
+            raise ValueError(
+                f"tokenize: the chat template refuses {shortened(messages)}: {error}"
+            ) from error
 
     text = text_of(len(messages), False)
     learned = []

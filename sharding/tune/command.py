@@ -72,8 +72,9 @@ def add_to(commands: Any) -> None:
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     try:
         devices = _count("--devices", arguments.devices)
-        rows = _count("--batch", arguments.batch) or devices
-        model, batch, build = _load(arguments.what, rows, _count("--seq", arguments.seq))
+        rows = _count("--batch", arguments.batch)
+        positions = _count("--seq", arguments.seq)
+        model, batch, build = _load(arguments.what, rows, positions, devices or 1)
         tuning = tune(
             model,
             batch,
@@ -103,16 +104,20 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _load(what: str, rows: int | None, positions: int | None) -> tuple[nn.Module, Any, str]:
+def _load(
+    what: str, rows: int | None, positions: int | None, devices: int
+) -> tuple[nn.Module, Any, str]:
     """Return the model on "meta", the batch, and the lines of `build()`."""
     path = Path(what)
     if path.exists() or what.endswith(".json"):
         model = _hugging_face(path)
         most = getattr(model.config, "max_position_embeddings", None) or _MOST_POSITIONS
         length = positions or min(most, _MOST_POSITIONS)
-        batch = torch.empty(rows or 1, length, dtype=torch.int64, device="meta")
+        batch = torch.empty(rows or devices, length, dtype=torch.int64, device="meta")
         return model, batch, hugging_face_build(str(path))
     module, colon, function = what.partition(":")
+    if colon and (rows or positions):
+        raise ValueError(f"--batch and --seq are for a config.json; {what} returns its own batch")
     if not colon:
         raise ValueError(
             f"{shortened(what)!r} is neither a config.json of Hugging Face, its folder, nor "
@@ -144,7 +149,7 @@ def _hugging_face(path: Path) -> Any:
         raise ValueError(f"{path}: no such file")
     config = transformers.AutoConfig.from_pretrained(path)
     with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(config)
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def _count(name: str, text: str | None) -> int | None:

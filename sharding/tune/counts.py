@@ -27,6 +27,7 @@ from ..jit.inspection.flops import attention_flops
 from ..tensor.sharded_tensor import ShardedTensor
 from ..trees import tensors_in
 
+_GROUPED = frozenset({"_grouped_mm", "_scaled_grouped_mm"})
 _VIEWS = frozenset({"detach", "alias", "lift_fresh", "_unsafe_view", "empty", "empty_like"})
 
 
@@ -36,13 +37,15 @@ class Phase:
 
     Attributes:
         matmul: flops of matrix products, grouped ones included.
-        attention: flops of attention.
+        attention: flops of attention; of causal attention those of the keys that are seen.
+        whole_attention: the same as if no attention were causal.
         traffic: bytes that other operators read and write.
         communication: collective -> (launches, bytes received).
     """
 
     matmul: float = 0
     attention: float = 0
+    whole_attention: float = 0
     traffic: float = 0
     communication: dict[str, tuple[float, float]] = field(default_factory=dict)
 
@@ -58,6 +61,7 @@ class Phase:
         return Phase(
             self.matmul + factor * other.matmul,
             self.attention + factor * other.attention,
+            self.whole_attention + factor * other.whole_attention,
             self.traffic + factor * other.traffic,
             {op: use for op, use in communication.items() if use[0] > 0},
         )
@@ -90,6 +94,8 @@ class OperatorCounts(TorchDispatchMode):
         flops = flop_registry.get(packet)
         if flops is not None:
             self.phase.matmul += flops(*args, **kwargs, out_val=result)
+        elif packet.__name__ in _GROUPED:  # not in torch's registry
+            self.phase.matmul += _grouped_flops(*args[:2])
         elif not func.is_view and packet.__name__ not in _VIEWS:
             self.phase.traffic += sum(_bytes(x) for x in tensors_in((args, kwargs, result)))
         return result
@@ -106,6 +112,12 @@ class OperatorCounts(TorchDispatchMode):
         """Add the collectives of a report to the phase."""
         communication = {op: (float(n), float(size)) for op, (n, size) in report.by_op.items()}
         self.phase = self.phase.plus(Phase(communication=communication))
+
+
+def _grouped_flops(a: Tensor, b: Tensor) -> int:
+    """Return the flops of a grouped product, whose groups divide a dim of two matrices."""
+    groups = a.shape[0] if a.ndim == b.ndim == 3 else 1
+    return 2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]
 
 
 def _is_shape_inference() -> bool:
@@ -159,10 +171,13 @@ def _fused_attention(
     if _is_shape_inference():
         return query.new_empty(*query.shape[:-1], value.shape[-1])
     counts.phase.attention += attention_flops(*shapes, is_causal=is_causal)
+    counts.phase.whole_attention += attention_flops(*shapes, is_causal=False)
     counts.keys_and_values += _bytes(key) + _bytes(value)
 
     def on_backward() -> None:
-        counts.phase.attention += attention_flops(*shapes, is_causal=is_causal, is_backward=True)
+        phase = counts.phase
+        phase.attention += attention_flops(*shapes, is_causal=is_causal, is_backward=True)
+        phase.whole_attention += attention_flops(*shapes, is_causal=False, is_backward=True)
 
     return _FusedAttention.apply(query, key, value, on_backward)  # type: ignore[return-value]
 

@@ -306,12 +306,17 @@ def _run_once(model: nn.Module, batch: Any, loss: Loss, blocks: str) -> _Run:
 
 def call(model: nn.Module, batch: Any) -> Any:
     """Call a model with a batch: a tensor, a tuple of arguments, or a dict of keyword arguments."""
-    options = {"use_cache": False} if hasattr(model, "config") else {}
+    options = {"use_cache": False} if takes_use_cache(model) else {}
     if isinstance(batch, Mapping):
         return model(**batch, **options)
     if isinstance(batch, tuple | list):
         return model(*batch, **options)
     return model(batch, **options)
+
+
+def takes_use_cache(model: nn.Module) -> bool:
+    """Return whether forward has the argument of models of Hugging Face that keep a cache."""
+    return hasattr(getattr(model, "config", None), "use_cache")
 
 
 def default_loss(output: Any, batch: Any) -> Any:

@@ -18,7 +18,7 @@ class Device:
     Attributes:
         name: for tables.
         flops: peak of matrix products in bfloat16, dense, per second.
-        memory: bytes.
+        memory: bytes, as torch reports them; about 1 % fewer than on the data sheet.
         bandwidth: bytes per second that its memory reads and writes.
         local: the link to the other devices of its node.
         network: the link to other nodes, of one device.
@@ -71,7 +71,7 @@ def _port(bits: float) -> Link:
 _H100 = Device(
     "h100",
     flops=989e12,
-    memory=80 * GiB,
+    memory=79 * GiB,
     bandwidth=3.35e12,
     local=_nvlink(450e9),
     network=_port(400e9),
@@ -105,7 +105,7 @@ DEVICES = {
         replace(
             _H100,
             name="h200",
-            memory=141 * GB,
+            memory=139 * GiB,
             bandwidth=4.8e12,
             source="NVIDIA H200 SXM data sheet: 989 TFLOP/s, 141 GB, 4.8 TB/s",
         ),
@@ -113,7 +113,7 @@ DEVICES = {
             _H100,
             name="b200",
             flops=2250e12,
-            memory=180 * GB,
+            memory=178 * GiB,
             bandwidth=8e12,
             local=_nvlink(900e9),
             collectives={},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from .description import Description
 
@@ -96,6 +96,24 @@ class Form:
         if self.gather == "step":
             axes += " gather once"
         return f"{axes} recompute" if self.recompute == "full" else axes
+
+
+_CHOICES = {
+    "schedule": ("1f1b", "gpipe", "interleaved", "zb_h1"),
+    "recompute": ("none", "full"),
+    "gather": ("microbatch", "step"),
+    "sequence_parallel": (True, False),
+}
+
+
+def check_field(name: str, value: Any) -> None:
+    """Raise ValueError for a value that a field of a form does not take."""
+    choices = _CHOICES.get(name)
+    if choices is None:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}={value!r}: a whole number from 1")
+    elif value not in choices:
+        raise ValueError(f"{name}={value!r}: one of {', '.join(map(str, choices))}")
 
 
 def why_not(form: Form, model: Description) -> str | None:

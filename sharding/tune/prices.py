@@ -40,13 +40,13 @@ class Prices:
     def _is_own_topology(self) -> bool:
         return self.topology == self.device.topology(self.node)
 
-    def source(self, group: Group) -> str:
-        """Return what prices a collective of a group."""
+    def source(self, group: Group, op: str) -> str:
+        """Return what prices a collective of a group; see `seconds`."""
         if self.topology.factors:
             return "calibrated"
         if not self._is_own_topology:
             return "topology"
-        return "data sheet" if self._table(group, "all_gather") is None else "table"
+        return "data sheet" if self._table(group, op) is None else "table"
 
     def seconds(self, op: str, received: float, group: Group, launches: float = 1) -> float:
         """Return the time of collectives that bring each rank so many bytes in all.
@@ -76,9 +76,12 @@ class Prices:
             rails = group.in_node
             if self.topology.rails is not None:
                 rails = min(rails, self.topology.rails)
-            # what the node lacks enters it once, over the rails of the group's ranks
-            entering = received * (n - group.in_node) / (n - 1)
-            network = entering / (1 if op == "permute" else rails)
+            # What the node lacks enters it once, over the rails of the group's ranks. Of a ring of
+            # permutes all enters over the port of the rank at the node's edge.
+            if op == "permute":
+                network = received
+            else:
+                network = received * (n - group.in_node) / (n - 1) / rails
             network /= self.topology.network.bandwidth
         moving = max(received / self.topology.local.bandwidth, network)
         factor = self.topology.factor("all_to_all" if op == "permute" else op)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from itertools import accumulate
 
-from .description import Description, stage_layers
+from .description import Description, stage_layers, takes_use_cache
 from .form import Form
 from .plans import plan_text
 
@@ -50,11 +51,12 @@ def program_text(form: Form, model: Description, build: str, node: int) -> str:
     positions = '"cp"' if form.cp > 1 else "None"
     spec = f"P({_tuple(data)}, {positions})"
     sizes = ", ".join(f'"{axis}": {size}' for axis, size in axes.items())
-    nodes = max(1, form.devices // node)
+    nodes = math.ceil(form.devices / node)
+    hosts = f"--nnodes {nodes} --node-rank N --master-addr HOST0 " if nodes > 1 else ""
     lines = [
         f'"""Train on {form.devices:,} devices: {form}.',
         "",
-        f"torchrun --nnodes {nodes} --nproc-per-node {min(node, form.devices)} train.py",
+        f"torchrun {hosts}--nproc-per-node {min(node, form.devices)} train.py",
         '"""',
         "",
         "import torch",
@@ -126,7 +128,7 @@ def program_text(form: Form, model: Description, build: str, node: int) -> str:
         "    for step in range(steps):",
         f"        ids, labels = rows_of(step, {at})",
     ]
-    options = "" if model.vocabulary is None else ", use_cache=False"
+    options = ", use_cache=False" if takes_use_cache(model.model) else ""
     indent = " " * 8
     if form.cp > 1:
         lines += [f'{indent}with context_parallel("cp", method="ring"):']
@@ -200,7 +202,7 @@ def hugging_face_build(config: str) -> str:
         "\n"
         f'    config = AutoConfig.from_pretrained("{config}")\n'
         '    with torch.device("meta"):\n'
-        "        return AutoModelForCausalLM.from_config(config)"
+        "        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)"
     )
 
 
@@ -212,7 +214,7 @@ def function_build(target: str) -> str:
         f"    from {module} import {function}\n"
         "\n"
         f"    model, _ = {function}()\n"
-        "    return model"
+        "    return model.to(torch.float32)"
     )
 
 
@@ -220,6 +222,8 @@ def accelerate_text(form: Form) -> str:
     """Return the form as accelerate's ParallelismConfig, or why it has none."""
     if form.pp > 1:
         return f"# accelerate's ParallelismConfig has no pipeline (pp={form.pp})"
+    if form.dp > 1 and form.fsdp == 1 and form.cp * form.tp > 1:
+        return f"# accelerate's ParallelismConfig takes dp={form.dp} with cp or tp only if fsdp > 1"
     return (
         f"ParallelismConfig(dp_replicate_size={form.dp}, dp_shard_size={form.fsdp}, "
         f"cp_size={form.cp}, tp_size={form.tp})"
@@ -227,7 +231,14 @@ def accelerate_text(form: Form) -> str:
 
 
 def titan_text(form: Form, model: Description) -> str:
-    """Return the form as flags of torchtitan."""
+    """Return the form as flags of torchtitan, or why it has none."""
+    # torchtitan counts the embedding and the head as a layer each
+    layers_per_stage = math.ceil((model.layers + 2) / (form.pp * form.stages))
+    stages = math.ceil((model.layers + 2) / layers_per_stage)
+    if form.pp > 1 and form.schedule == "zb_h1" and form.stages == 1:
+        return "# torchtitan's zero-bubble schedules have two stages on a rank or more"
+    if form.pp > 1 and stages != form.pp * form.stages:
+        return f"# torchtitan cannot cut {model.layers} layers into {form.pp * form.stages} stages"
     flags = {
         "training.seq_len": model.sequence,
         "training.local_batch_size": form.rows * (form.microbatches if form.pp > 1 else 1),
@@ -243,6 +254,7 @@ def titan_text(form: Form, model: Description) -> str:
             form.schedule, form.stages
         ]
         flags["parallelism.pipeline_parallel_microbatch_size"] = form.rows
+        flags["parallelism.pipeline_parallel_layers_per_stage"] = layers_per_stage
     flags["activation_checkpoint.mode"] = form.recompute
     return " ".join(f"--{name} {value}" for name, value in flags.items())
 

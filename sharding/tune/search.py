@@ -76,7 +76,12 @@ def forms(
     splits = fixed.get("sequence_parallel", model.sequence_plan is not None)
     divisors = [n for n in range(1, devices + 1) if devices % n == 0]
     for tp, pp, cp in product(divisors, divisors, divisors):
-        if devices % (tp * pp * cp) or tp > _MOST_TP or pp > _MOST_PP or cp > _MOST_CP:
+        limits = (("tp", tp, _MOST_TP), ("pp", pp, _MOST_PP), ("cp", cp, _MOST_CP))
+        if devices % (tp * pp * cp) or any(
+            size > most and name not in fixed for name, size, most in limits
+        ):
+            continue
+        if tp == 1 and fixed.get("sequence_parallel"):
             continue
         if cp > 1 and model.sequence // cp < _FEWEST_POSITIONS and "cp" not in fixed:
             continue
@@ -88,17 +93,20 @@ def forms(
             if data % fsdp or not allowed("dp", [data // fsdp]) or model.rows % data:
                 continue
             base = Form(pp, data // fsdp, fsdp, cp, tp)
-            yield from _inner_forms(base, model.rows // data, allowed, max_rows, splits)
+            rows = model.rows // data
+            most = max_rows or max(_MOST_ROWS, fixed.get("rows", 0))
+            yield from _inner_forms(base, rows, allowed, min(rows, most), splits)
 
 
 def _inner_forms(
-    base: Form, rows: int, allowed: Any, max_rows: int | None, sequence_parallel: bool
+    base: Form, rows: int, allowed: Any, most: int, sequence_parallel: bool
 ) -> Iterator[Form]:
     """Yield the forms with these axes: microbatches, schedules, recomputation."""
-    most = min(rows, max_rows or _MOST_ROWS)
     counts = allowed("rows", [n for n in range(1, most + 1) if rows % n == 0])
     splits = [sequence_parallel] if base.tp > 1 else [False]
     schedules = _SCHEDULES if base.pp > 1 else (("1f1b", 1),)
+    if base.pp > 1 and allowed("schedule", ["gpipe", "1f1b"]) == ["gpipe"]:
+        schedules = (("gpipe", 1),)  # it holds more than 1f1b: only if it is asked for
     gathers = ("microbatch", "step") if base.pp > 1 and base.shards > 1 else ("microbatch",)
     for n, split, (schedule, stages), recompute, gather in product(
         counts,

@@ -239,8 +239,10 @@ class StepTimes:
         """
         prices, device = self._prices, self._prices.device
         scale = form.rows / form.cp
-        # the last rank of cp has the last queries, which see all keys
-        attention = (2 - 1 / form.cp) * scale * phase.attention
+        # The last rank of cp has the last queries, which see all keys; without a causal mask all
+        # ranks do.
+        unseen = phase.whole_attention - phase.attention
+        attention = scale * (phase.attention + unseen * (1 - 1 / form.cp))
         attention /= device.flops * device.attention
         tp_group = form.group("tp", prices.node)
         tp = sum(
@@ -298,5 +300,5 @@ def model_flops(model: Description) -> float:
     """
     costs = model.costs(1)
     forward = costs.block.forward
-    row = model.layers * (forward.matmul + 2 * forward.attention) + costs.edges.forward.matmul
+    row = model.layers * (forward.matmul + forward.whole_attention) + costs.edges.forward.matmul
     return 3 * row * model.rows

@@ -11,7 +11,7 @@ from torch import nn
 from ...mesh.topology import Topology
 from .description import Description, Loss
 from .devices import Device, device_of
-from .form import Form, why_not
+from .form import Form, check_field, why_not
 from .memory import peak_memory, size
 from .prices import Prices
 from .program import hugging_face_build
@@ -91,9 +91,10 @@ def tune(
     usable = chosen.memory * (1 - _FRAGMENTATION) - _CONTEXT
     fixed = dict(fix or {})
     names = [f.name for f in fields(Form)]
-    for name in fixed:
+    for name, value in fixed.items():
         if name not in names:
             raise ValueError(f"fix={name}: a form has the fields {', '.join(names)}")
+        check_field(name, value)
     described = Description(model, batch, loss=loss, plan=plan)
     found = search(described, prices, devices, usable, fixed, max_microbatch, near)
     if not found.fitting:
@@ -106,9 +107,14 @@ def tune(
     finalists.sort(key=lambda candidate: candidate.time.total)
     best = finalists[0]
     shown = finalists[:top]
-    if near is not None and all(c.form != near for c in shown) and why_not(near, described) is None:
+    if near is not None and near.devices == devices and why_not(near, described) is None:
         rank, held = peak_memory(near, described)
-        shown.append(Candidate(near, times.of(near, simulate=True), rank, held))
+        if held.total <= usable and all(candidate.form != near for candidate in shown):
+            shown.append(Candidate(near, times.of(near, simulate=True), rank, held))
+    # what is compared with the best has a simulated pipeline, too
+    for family, candidate in found.best_of.items():
+        time = times.of(candidate.form, simulate=True)
+        found.best_of[family] = replace(candidate, time=time)
     return Tuning(
         tuple(shown),
         tuple(reasons(found, best, usable, in_node)),

@@ -22,6 +22,9 @@ _MFU = (
 )
 
 
+_OP_OF = {"cp": "permute", "pp": "permute", "dp": "all_reduce"}  # others gather
+
+
 @dataclass(frozen=True)
 class Tuning:
     """The result of `tune`. `print` shows it as a table.
@@ -71,8 +74,10 @@ class Tuning:
     def priced_by(self, form: Form) -> dict[str, str]:
         """Return what prices each axis: "calibrated", "table" or "data sheet"."""
         node = self.prices.node
-        groups = {axis: form.group(axis, node) for axis in form.sizes}
-        return {axis: self.prices.source(group) for axis, group in groups.items()}
+        return {
+            axis: self.prices.source(form.group(axis, node), _OP_OF.get(axis, "all_gather"))
+            for axis in form.sizes
+        }
 
     def as_dict(self) -> dict[str, Any]:
         """Return the result as values of JSON: seconds and bytes."""

@@ -123,7 +123,7 @@ def test_prices():
     inside, across = Group(8, 8), Group(16, 8)
     # 1 GB gathered by 8 ranks: the table's 394 GB/s of the whole tensor
     assert prices.seconds("all_gather", 7e9 / 8, inside) == pytest.approx(30e-6 + 1 / 394)
-    assert prices.source(inside) == "table"
+    assert prices.source(inside, "all_gather") == "table"
     # by two nodes: half of it enters each node, over eight ports of 50 GB/s
     entering = 0.5 / (8 * 50)
     local = 15 / 16 / 450
@@ -131,10 +131,10 @@ def test_prices():
     assert prices.seconds("all_gather", received, across) == pytest.approx(
         23e-6 + max(entering, local)
     )
-    assert prices.source(across) == "data sheet"
+    assert prices.source(across, "all_gather") == "data sheet"
     calibrated = replace(h100.topology(8), factors={"all_gather": 2.0})
     prices = Prices(h100, calibrated, 8)
-    assert prices.source(inside) == "calibrated"
+    assert prices.source(inside, "all_gather") == "calibrated"
     assert prices.seconds("all_gather", 45e9, inside) == pytest.approx(11e-6 + 0.2)
 
 
