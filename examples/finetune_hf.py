@@ -117,7 +117,7 @@ def train(options, mesh):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="Finetune a Hugging Face causal language model.")
     add = parser.add_argument
     add("--model", type=Path, help="folder of a model and its tokenizer (a tiny random one)")
     add("--data", type=Path, default=Path(__file__), help="text, or JSON lines of chats")

@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 from torch.distributed.constants import default_pg_timeout
@@ -39,7 +40,7 @@ from ..processes.process import ProcessWorld, default_store, process_world
 from ..settings import settings
 from ..text import ranks_text
 from . import protocol
-from .messages import Failure, ToldDecision, ToldReport, shortened_reason
+from .messages import Failure, ToldDecision, ToldReport, kind_of_reason, shortened_reason
 from .protocol import Copy, Decision, Write
 from .rank_stores import Connection, StoreAddress, StoreGoneError, serve_store
 
@@ -79,7 +80,7 @@ class Membership:
         is_finished: whether a member has said that all have finished.
 
     Raises:
-        LaunchEnvironmentError: the ranks are not monitored. On every rank.
+        LaunchEnvironmentError: the ranks are not monitored, or on several hosts. On every rank.
 
     Communication: a few messages to the job's store; waits for all ranks.
     """
@@ -116,6 +117,12 @@ class Membership:
         self._store, address = serve_store()
         self._connection: tuple[int, Connection] | None = None
         self._infos, self._addresses = self._introduce(address)
+        hosts = {info.machine for info in self._infos.values()}
+        if len(hosts) > 1:
+            raise LaunchEnvironmentError(
+                f"an elastic job runs on one host so far, and these ranks are on {len(hosts)}: a "
+                "death is not told to the agreement on other hosts"
+            )
 
     def _introduce(
         self, address: StoreAddress
@@ -125,10 +132,13 @@ class Membership:
         info = own_rank_info(rank, {}, 0, os.environ)
         if size == 1:
             return {0: info}, {0: address}
+        ranks = range(size)
+        group = self.world.group(ranks)
+        group.barrier()  # a rank that is lost before has a verdict here; a store would wait for it
         keys = StoreKeys(default_store(), self._prefix, _KEYS)
         keys.set(f"address/{rank}", json.dumps(address._asdict()))
         keys.set(f"process/{rank}", info.to_json())
-        ranks = range(size)
+        group.barrier()
         addresses = keys.read_all([f"address/{r}" for r in ranks], StoreAddress.from_json)
         infos = keys.read_all([f"process/{r}" for r in ranks], RankInfo.from_json)
         return dict(zip(ranks, infos, strict=True)), dict(zip(ranks, addresses, strict=True))
@@ -160,6 +170,8 @@ class Membership:
         self._suspended, self._worlds_before = [], []
 
     def _barrier(self) -> None:
+        if torch.cuda.is_initialized():  # what is voted for must have arrived, not be queued
+            torch.cuda.current_stream().synchronize()
         self.world.group(range(self.world.size)).barrier()
 
     # -- a failure ---------------------------------------------------------------------------------
@@ -180,7 +192,11 @@ class Membership:
         if monitor is None:  # while groups were made
             self._failure = Failure(-1, self.member.step, shortened_reason(error))
         else:
-            monitor.raised(error)
+            if isinstance(error, WatchError) and monitor.standing() is None:
+                # of an earlier epoch, such as of a collective that was left in flight
+                monitor.raised(RuntimeError(f"{type(error).__name__} of an earlier epoch: {error}"))
+            else:
+                monitor.raised(error)
             lost = lost_ranks(monitor.directory)
             self._gone |= {self._world_members[gone.rank] for gone in lost}
             verdict = monitor.standing()
@@ -199,7 +215,11 @@ class Membership:
         """Note why this rank could not take the step, unless ranks are lost or another one says."""
         step, rank = self.member.step, self.member.rank
         verdict = monitor.standing()
-        if not isinstance(error, WatchError) and not termination.is_broken_connection(error):
+        is_own = (
+            verdict is not None and verdict.kind == "raised" and self.world.rank in verdict.ranks
+        )
+        is_consequence = _has_watch_error(error) or termination.is_broken_connection(error)
+        if is_own or not is_consequence:
             self._failure = Failure(rank, step, shortened_reason(error))
         elif verdict is not None and verdict.kind not in ("lost", "left", "raised"):
             ranks = [self._world_members[number] for number in verdict.ranks]
@@ -294,9 +314,10 @@ class Membership:
 
         Raises: as `agree`.
         """
-        for step, reason in sorted({(failure.step, failure.reason) for failure in self.failures}):
-            self._failed[step, reason] += 1
-            if self._failed[step, reason] >= _MOST_FAILURES:
+        reasons = {(told.step, kind_of_reason(told.reason)): told.reason for told in self.failures}
+        for (step, kind), reason in sorted(reasons.items()):
+            self._failed[step, kind] += 1
+            if self._failed[step, kind] >= _MOST_FAILURES:
                 raise ElasticJobError(
                     f"step {step} has failed {_MOST_FAILURES} times for the same reason: {reason}"
                 )
@@ -440,3 +461,11 @@ def _backend_of_default_group() -> str:
     config = dist.get_backend_config()
     names = {part.rpartition(":")[2] for part in config.split(",")}
     return names.pop() if len(names) == 1 else config
+
+
+def _has_watch_error(error: BaseException) -> bool:
+    """Return whether an error is a verdict of the monitor, or was raised because of one."""
+    seen: BaseException | None = error
+    while seen is not None and not isinstance(seen, WatchError):
+        seen = seen.__cause__ or seen.__context__
+    return seen is not None

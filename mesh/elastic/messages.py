@@ -6,6 +6,7 @@ Every value that is read is checked, since everybody who reaches the store's por
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, NamedTuple
 
 from ..abstract_mesh import MOST_RANKS
@@ -83,6 +84,14 @@ class ToldDecision(NamedTuple):
 def shortened_reason(error: BaseException) -> str:
     """Return an error as the reason of a failure."""
     return f"{type(error).__name__}: {error}"[:_SHOWN_REASON]
+
+
+def kind_of_reason(reason: str) -> str:
+    """Return what two reasons have in common that are the same: all but their numbers.
+
+    An error that tells how much memory was free tells another number each time.
+    """
+    return re.sub(r"0x[0-9a-f]+|[0-9][0-9.,]*", "#", reason)
 
 
 def _items(value: Any, count: int) -> list[Any]:

@@ -216,6 +216,8 @@ def end_hung(job: Job) -> None:
 
     For a program that goes on after a verdict; of the others only the lowest rank does it.
     """
+    if not job.failed_at:  # no verdict, so nobody is late
+        return
     stuck = [buffer for buffer in job.near_buffers() if _is_stuck(buffer)]
     if stuck and job.directory.rank == _lowest_living(job, stuck):
         _kill_late(job, stuck)

@@ -101,11 +101,10 @@ class ElasticJob:
     `run` is a loop around it, and this is for a loop of your own:
 
         job = sm.elastic.ElasticJob(build, make_mesh=make_mesh)
-        while job.step < 1000:
+        while job.step < 1000 or not job.finish():
             with job.attempt() as attempt:
                 batch = data(job.step, job.mesh)
                 attempt.loss = train_step(job.state, batch)
-        job.finish()
 
     All that communicates is inside the block of an attempt. When a rank is lost, or a step raises
     on some rank, the block ends without an error, `state` and `mesh` are new objects, and `step` is
@@ -218,10 +217,10 @@ class ElasticJob:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def _remember(self) -> None:
-        """Make the state the committed version, the only one."""
+    def _remember(self, tree: Any = None) -> None:
+        """Make the state the committed version, the only one; `tree` is its snapshot, if taken."""
         member = self._members.member
-        self._trees = {member.current: self._snapshot()}
+        self._trees = {member.current: self._snapshot() if tree is None else tree}
         self._layouts = {member.epoch: self._trees[member.current]}
         self._meshes = {member.epoch: self.mesh}
 
@@ -231,6 +230,8 @@ class ElasticJob:
     def _missing_parts(self, version: Copy, ranks: Collection[int]) -> tuple[int, ...]:
         """Return numbers for the parts of a version that no rank of these holds."""
         tree = self._layouts.get(version.epoch)
+        if tree is None:  # of an epoch that this rank was interrupted in before it had built it
+            return (0,)
         numbers = [version.members.index(rank) for rank in ranks]
         return tuple(range(len(missing_parts(tree, numbers))))
 
@@ -377,21 +378,20 @@ class ElasticJob:
                     "state, and jit forward and backward alone"
                 )
             self._vote()
-        loss = _as_number(attempt.loss)
+        # before the step counts as written: a rank that cannot copy its state cannot provide it
+        loss, tree = _as_number(attempt.loss), self._snapshot()
         decision = members.member.decision
         if self._is_completing and decision is not None:
-            self._trees, self._is_completing = {decision.source: self._snapshot()}, False
+            self._trees, self._is_completing = {decision.source: tree}, False
             self.losses.append(loss)
             self._go_on(None)
             return
         members.member = protocol.finish_write(members.member)
+        self.losses.append(loss)
         if members.member.phase is Phase.COMMIT:
-            self._trees[members.member.next] = self._snapshot()
-            self.losses.append(loss)
+            self._trees[members.member.next] = tree
             members.commit()
-        else:
-            self.losses.append(loss)
-        self._remember()
+        self._remember(tree)
 
     # -- a failure ---------------------------------------------------------------------------------
 
@@ -457,7 +457,8 @@ class ElasticJob:
             self._layouts[member.epoch] = snapshot(like)
             self._meshes[member.epoch] = mesh
             self._tell_spares(decision)
-            if decision.lost:
+            is_held_by_all = set(decision.providers) == set(decision.members)
+            if decision.lost or not is_held_by_all:
                 recovered = self._recover_from_checkpoint(decision, like)
             else:
                 alive = [decision.source.members.index(rank) for rank in member.members]
@@ -491,7 +492,8 @@ class ElasticJob:
     def _recover_from_checkpoint(self, decision: Decision, like: Any) -> Any:
         """Return `like` with the newest checkpoint: parts of the decided version are lost.
 
-        If it is of the same step, only these are read.
+        Or some members do not have it, since they were interrupted while it was made. If the
+        checkpoint is of the same step and all have it, only lost parts are read.
         """
         newest = self._newest_checkpoint()
         if newest is None or self._checkpoint is None:
@@ -506,7 +508,8 @@ class ElasticJob:
                 {},
             )
         member = self._members.member
-        if newest == decision.source.step and decision.source in self._trees:
+        is_held_by_all = set(decision.providers) == set(decision.members)
+        if newest == decision.source.step and is_held_by_all:
             alive = [decision.source.members.index(rank) for rank in member.members]
             tree = self._trees[decision.source]
             return recover(tree, like, alive, checkpoint=self._checkpoint, step=newest)
@@ -515,20 +518,28 @@ class ElasticJob:
 
     # -- the end -----------------------------------------------------------------------------------
 
-    def finish(self) -> None:
+    def finish(self) -> bool:
         """Wait for all ranks at the end; then a rank that is lost is no loss of this job any more.
+
+        Returns:
+            Whether all have finished. If not, ranks were lost that held what no other one has, and
+            the job has gone back to a checkpoint: take the steps again.
 
         Raises: as `attempt`; ranks may be lost in it.
 
         Communication: a barrier over all ranks.
         """
+        step = self.step
         while not self.is_finished:
             try:
                 self._members.finish()
                 self.is_finished = True
             except Exception as error:
                 self._go_on(error)
+                if self.step < step:
+                    return False
         self.close()
+        return True
 
     def close(self) -> None:
         """End this rank's part in the job, without waiting for others."""

@@ -82,7 +82,7 @@ def run(
         build, make_mesh=make_mesh, min_ranks=min_ranks, spares=spares, checkpoint=checkpoint
     )
     try:
-        while job.step < steps:
+        while job.step < steps or not job.finish():
             before = job.step
             with job.attempt() as attempt:
                 if not job.is_spare:
@@ -90,7 +90,6 @@ def run(
                     attempt.loss = step(job.state, batch, job.mesh)
             if save_every is not None and job.step > before and job.step % save_every == 0:
                 job.save(keep=keep)
-        job.finish()
     finally:
         job.close()
     return ElasticRun(job.state, job.mesh, job.first_step, job.losses, job.events)
