@@ -34,6 +34,7 @@ from shardmesh.mesh.launch.environment import launch_environment
 from shardmesh.mesh.launch.progress import Progress
 from shardmesh.mesh.launch.rendezvous import StoreRendezvous
 from shardmesh.mesh.monitor.diagnosis import verdict_text
+from shardmesh.mesh.monitor.job import _DEAF_S
 from shardmesh.mesh.monitor.recording.job_directory import born, open_buffer
 from shardmesh.mesh.monitor.startup.rank_info import (
     RankInfo,
@@ -43,7 +44,7 @@ from shardmesh.mesh.monitor.startup.rank_info import (
     shared_device,
 )
 from shardmesh.mesh.monitor.termination import _SHARE
-from shardmesh.mesh.monitor.watchdog import _DEAF_S, _POLITE_S
+from shardmesh.mesh.monitor.watchdog import _POLITE_S
 from shardmesh.mesh.settings import Settings
 from tests.docs.pages import DOCS, blocks, check_python_examples
 from tests.faults.fault import Fault

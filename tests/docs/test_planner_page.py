@@ -55,6 +55,8 @@ def test_pictures_are_drawn_by_the_script(pictures):
         "timeline",
         "check_before",
         "check_after",
+        "memory",
+        "received",
     }
     assert set(re.findall(r"\(images/(\w+)\.svg\)", PAGE)) == names
 

@@ -125,7 +125,7 @@ def test_mesh_from_env(text, names, expected, monkeypatch):
 
 def test_mesh_from_env_without_the_variable(monkeypatch):
     monkeypatch.delenv("SHARDMESH_MESH", raising=False)
-    mesh = sm.mesh_from_env(("fsdp", "tp"), device_type="cpu")
+    (mesh,) = sm.simulate(1)(lambda: sm.mesh_from_env(("fsdp", "tp"), device_type="cpu"))()
     assert mesh.shape_tuple == (("fsdp", 1), ("tp", 1))
     with pytest.raises(sm.errors.LaunchEnvironmentError, match="SHARDMESH_MESH is not set"):
         sm.mesh_from_env()
