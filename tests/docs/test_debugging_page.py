@@ -516,7 +516,9 @@ def begins(message: str) -> re.Pattern[str]:
 
 def test_variables() -> None:
     rows = {row[0].strip("`"): row[1].strip("`") for row in table("| variable | default |")}
-    assert set(rows) == set(re.findall(r"\bSHARDMESH_[A-Z_]+[A-Z]\b", SOURCES))
+    of_programs = {"SHARDMESH_MESH"}
+    assert set(rows) | of_programs == set(re.findall(r"\bSHARDMESH_[A-Z_]+[A-Z]\b", SOURCES))
+    assert all(f"`{name}` is no setting of the monitor" in PAGE for name in of_programs)
     defaults = Settings()
     assert rows["SHARDMESH_MONITOR"] == defaults.mode
     assert float(rows["SHARDMESH_STALL_WARN_S"]) == defaults.warn

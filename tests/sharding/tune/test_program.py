@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -82,9 +83,14 @@ def test_settings_of_accelerate():
 
 
 def test_flags_of_torchtitan():
-    form = Form(pp=2, fsdp=2, rows=2, microbatches=2, schedule="interleaved", stages=2)
-    flags = titan_text(form, tiny.description()).split(" ")
+    form = Form(pp=3, fsdp=2, rows=2, microbatches=2, schedule="interleaved", stages=2)
+    model = tiny.description()
+    assert model.layers == 4  # with embedding and head six, one for each stage
+    flags = titan_text(form, model).split(" ")
+    assert "cannot cut 4 layers into 4 stages" in titan_text(replace(form, pp=2), model)
+    assert "two stages on a rank" in titan_text(Form(pp=2, schedule="zb_h1"), model)
     values = dict(zip(flags[::2], flags[1::2], strict=True))
     assert values["--parallelism.pipeline_parallel_schedule"] == "Interleaved1F1B"
     assert values["--parallelism.data_parallel_shard_degree"] == "2"
     assert values["--training.local_batch_size"] == "4"
+    assert values["--parallelism.pipeline_parallel_layers_per_stage"] == "1"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -223,3 +224,16 @@ def test_errors_of_the_command(arguments, message, capsys):
         main(["tune", *arguments])
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fix", "message"),
+    [
+        ({"tp": "8"}, "tp='8': a whole number from 1"),
+        ({"schedule": "half"}, "schedule='half': one of 1f1b, gpipe, interleaved, zb_h1"),
+        ({"recompute": "half"}, "recompute='half': one of none, full"),
+    ],
+)
+def test_values_that_a_form_does_not_take(llama, fix, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        sm.tune(llama, tiny.ids(16), devices=4, fix=fix)
