@@ -24,6 +24,7 @@ from tests.tiers import slow
 
 RANKS = 4
 LIMIT_S = 100.0  # for a job of some seconds, on a machine that is busy
+pytestmark = pytest.mark.timeout(300)  # a job, and the same without faults
 
 
 def run_job(
@@ -62,7 +63,7 @@ def check_against_replay(ended: list[Ended], forked: Forked, form: str, dead: se
     ("form", "faults"),
     [
         ("ddp", [(0, 2, "backward", "kill")]),
-        ("hsdp", [(3, 2, "write", "kill")]),
+        slow("hsdp", [(3, 2, "write", "kill")]),
         slow("ddp", [(0, 2, "data", "kill")]),
         slow("ddp", [(3, 2, "vote", "kill")]),
         slow("ddp", [(0, 2, "write", "exit")]),
@@ -91,6 +92,7 @@ def test_a_second_rank_ends_while_the_others_recover(forked: Forked, place: str,
     check_against_replay(ended, forked, "ddp", {0, rank})
 
 
+@pytest.mark.slow
 def test_a_step_that_raises_is_taken_again(forked: Forked):
     ended = run_job(forked, "tp", [(1, 3, "forward", "raise")])
     check_against_replay(ended, forked, "tp", set())

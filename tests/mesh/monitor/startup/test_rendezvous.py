@@ -168,7 +168,7 @@ def test_rank_0_is_missing(start: Start) -> None:
 def test_a_rank_of_another_job(start: Start, launcher: dist.TCPStore) -> None:
     ours = by_launcher(2, launcher, TORCHELASTIC_RUN_ID="ours")
     theirs = by_launcher(2, launcher, TORCHELASTIC_RUN_ID="theirs")
-    first, second, stray = start([ours[0], Rank(ours[1], delay=2.0), Rank(theirs[1], delay=0.5)])
+    first, second, stray = start([ours[0], Rank(ours[1], delay=5.0), Rank(theirs[1], delay=2.5)])
     assert_all_started([first, second])
     assert "belongs to job 'ours' (rank 0, process" in stray.text
     assert "one of job 'theirs'" in stray.text
