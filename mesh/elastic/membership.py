@@ -380,9 +380,9 @@ class Membership:
         self._worlds_before.append(self.world)
         if dist.is_initialized():
             abandon_groups()
-        here = [other for other in members if self._infos[other].machine == machine()]
+        on_this_host = [other for other in members if self._infos[other].machine == machine()]
         os.environ.update(
-            RANK=str(rank), WORLD_SIZE=str(len(members)), LOCAL_WORLD_SIZE=str(len(here))
+            RANK=str(rank), WORLD_SIZE=str(len(members)), LOCAL_WORLD_SIZE=str(len(on_this_host))
         )
         connection = self._connection_to(member.host)
         store = connection.clone(lambda: self._has_ended(member.host))

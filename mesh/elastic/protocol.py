@@ -84,6 +84,11 @@ class Decision(NamedTuple):
     providers: tuple[int, ...]
     lost: tuple[int, ...]
 
+    @property
+    def is_held_by_all(self) -> bool:
+        """Whether every member has the version, as far as nothing of it is lost."""
+        return set(self.providers) == set(self.members)
+
 
 class Report(NamedTuple):
     """What a survivor tells the others; it does nothing else until there is a decision.

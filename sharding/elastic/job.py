@@ -457,8 +457,7 @@ class ElasticJob:
             self._layouts[member.epoch] = snapshot(like)
             self._meshes[member.epoch] = mesh
             self._tell_spares(decision)
-            is_held_by_all = set(decision.providers) == set(decision.members)
-            if decision.lost or not is_held_by_all:
+            if decision.lost or not decision.is_held_by_all:
                 recovered = self._recover_from_checkpoint(decision, like)
             else:
                 alive = [decision.source.members.index(rank) for rank in member.members]
@@ -508,8 +507,7 @@ class ElasticJob:
                 {},
             )
         member = self._members.member
-        is_held_by_all = set(decision.providers) == set(decision.members)
-        if newest == decision.source.step and is_held_by_all:
+        if newest == decision.source.step and decision.is_held_by_all:
             alive = [decision.source.members.index(rank) for rank in member.members]
             tree = self._trees[decision.source]
             return recover(tree, like, alive, checkpoint=self._checkpoint, step=newest)

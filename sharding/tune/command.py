@@ -125,12 +125,12 @@ def _load(
         )
     sys.path.insert(0, os.getcwd())  # as `python -m` does for the module that it runs
     try:
-        made = getattr(importlib.import_module(module), function, None)
+        factory = getattr(importlib.import_module(module), function, None)
     finally:
         sys.path.pop(0)
-    if not callable(made):
+    if not callable(factory):
         raise ValueError(f"{module} has no function {shortened(function)!r}")
-    result = made()
+    result = factory()
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], nn.Module):
         raise ValueError(
             f"{what} returned {type(result).__name__}; it returns a model on meta and a batch"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from .description import Description
 
@@ -100,8 +100,8 @@ class Form:
 
 _CHOICES = {
     "schedule": ("1f1b", "gpipe", "interleaved", "zb_h1"),
-    "recompute": ("none", "full"),
-    "gather": ("microbatch", "step"),
+    "recompute": get_args(Recompute),
+    "gather": get_args(Gather),
     "sequence_parallel": (True, False),
 }
 
