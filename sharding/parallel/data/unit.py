@@ -644,7 +644,7 @@ class UnitStep:
         later, unused = self._replicated_grads(parts, writer)
         if not later:
             return parts
-        leaves = [plan.parameters[i] for i in later]
+        leaves = [plan.slots[i].value for i in later]
         grads = list(later.values())
         donate = bool(plan.options.stage.optimizer) or all(
             part is writer.written.get(i) for i, part in later.items()
