@@ -79,11 +79,15 @@ class Unit:
         return f"Unit({self.plan.name or 'the root'}, {len(self.plan.slots)} parameters)"
 
     def intercept(self) -> None:
-        """Redirect calls of the unit's module, and of those that use its parameters, to `call`."""
+        """Redirect calls to `call`: of the unit's module, and of those with parameters of the unit.
+
+        Also of those with sharded buffers, such as rotary embeddings: the program may call a module
+        inside of the unit's own, as `generate` of peft's models does.
+        """
         own, roots = list(own_modules(self)), self.plan.roots
         for module in own:
             set_unit(module, self)
-        intercepted = [x for x in own if x in roots or _uses_parameters(x)]
+        intercepted = [x for x in own if x in roots or _uses_parameters(x) or any_sharded([x])]
         for module in intercepted:
             module.register_load_state_dict_post_hook(_adopt_loaded)
         self._interception = CallInterception(intercepted, self.call)
