@@ -81,11 +81,15 @@ class Unit:
         return f"Unit({self.plan.name or 'the root'}, {len(self.plan.slots)} parameters)"
 
     def intercept(self) -> None:
-        """Redirect calls of the unit's module, and of those that use its parameters, to `call`."""
-        modules = list(own_modules(self))
+        """Redirect calls to `call`: of the unit's module, and of those with parameters of the unit.
+
+        Also of those with sharded buffers, such as rotary embeddings: the program may call a module
+        inside of the unit's own, as `generate` of peft's models does.
+        """
+        modules, roots = list(own_modules(self)), self.plan.roots
         for module in modules:
             set_unit(module, self)
-        intercepted = [x for x in modules if x in self.plan.roots or _uses_parameters(x)]
+        intercepted = [x for x in modules if x in roots or _uses_parameters(x) or any_sharded([x])]
         for module in intercepted:
             module.register_load_state_dict_post_hook(_adopt_loaded_parameters)
         self._interception = CallInterception(intercepted, self.call)
