@@ -27,6 +27,7 @@ from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.constants import default_pg_timeout
 
 from ..comm.agreement import gather_facts
+from ..comm.recording.recorder import CommTag
 from ..comm.recording.trace_buffer import Header
 from ..comm.world import World
 from ..errors import LaunchEnvironmentError, WatchError
@@ -54,6 +55,7 @@ _FIRST_PAUSE_S, _PAUSE_S = 1e-3, 2e-2  # between looks at the store
 # To connect ranks that are known to be there: for the default group, which nothing ends, and for
 # others, less than SHARDMESH_EXIT_S, after which the watchdog ends the process.
 _START_S, _CONNECT_S = 30.0, 8.0
+_VOTE = CommTag("elastic: vote")
 _MOST_FAILURES = 2  # of one step for one reason, or of one rank
 
 _jobs: Counter[str] = Counter()  # how many there were in a world, by its name
@@ -147,10 +149,25 @@ class Membership:
 
     # -- a step ------------------------------------------------------------------------------------
 
-    def vote(self) -> None:
-        """COMPUTE -> VOTE, and wait for the votes of all members. Raises: WatchError."""
+    def vote(self, asks: bool = False) -> bool:
+        """COMPUTE -> VOTE, and wait for the votes of all members.
+
+        Args:
+            asks: whether this rank asks for another membership after the step.
+
+        Returns:
+            Whether some member asks; the same on all.
+
+        Raises: WatchError.
+
+        Communication: one all_reduce of 4 bytes over all members.
+        """
         self.member = protocol.enter_vote(protocol.enter_reductions(self.member))
-        self._barrier()
+        if torch.cuda.is_initialized():  # what is voted for must have arrived, not be queued
+            torch.cuda.current_stream().synchronize()
+        vote = torch.tensor([int(asks)], dtype=torch.int32, device="cpu")
+        self.world.group(range(self.world.size)).all_reduce(vote, "max", tag=_VOTE)
+        return bool(vote)
 
     def commit(self) -> None:
         """COMMIT -> COMPUTE, once all members have written. Raises: WatchError."""

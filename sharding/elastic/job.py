@@ -42,11 +42,11 @@ from ..checkpoint.storage.folder import latest
 from ..optim.matrix_optimizer import MatrixOptimizer
 from .recovery import StateLostError, recover
 from .snapshot import (
+    Snapshot,
     missing_parts,
     optimizers_of,
     parameters_of,
     refuse_pipelines,
-    snapshot,
     whole_copy,
 )
 from .spares import with_empty_parts, without_parts
@@ -164,9 +164,10 @@ class ElasticJob:
         self.is_finished = False
         write = _kind_of_write(optimizers_of(self.state))
         self._members = Membership(current_world(), write, self._missing_parts, min_ranks)
-        self._trees: dict[Copy, Any] = {}
-        # by epoch: a tree, for the boxes in it, and its mesh
-        self._layouts: dict[int, Any] = {}
+        self._versions: dict[Copy, Snapshot] = {}
+        self._last: Snapshot | None = None  # of the current objects
+        # by epoch: a snapshot, for the boxes in it, and its mesh
+        self._layouts: dict[int, Snapshot] = {}
         self._meshes: dict[int, DeviceMesh] = {}
         self._attempt: Attempt | None = None
         self._writes_before = 0
@@ -179,6 +180,7 @@ class ElasticJob:
             self._members.member = protocol.begin_at(self._members.member, newest)
         self._interrupted_at = 0.0
         self._hooks: list[Any] = []
+        self._parameters: list[Any] = []
         self._members.world.observers.append(self._refuse_in_write)
         termination.set_interruptible(False)
         self._begin_epoch()
@@ -211,29 +213,33 @@ class ElasticJob:
         self._remove_hooks()
         for optimizer in optimizers_of(self.state):
             self._hooks.append(optimizer.register_step_pre_hook(self._before_write))
-        self._remember()
+        # a walk through all modules takes longer than a look at each parameter
+        self._parameters = [getattr(p, "_local", p) for p in parameters_of(self.state)]
+        self._last = None
+        self._remember(self._snapshot())
 
     def _remove_hooks(self) -> None:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def _remember(self, tree: Any = None) -> None:
-        """Make the state the committed version, the only one; `tree` is its snapshot, if taken."""
+    def _remember(self, version: Snapshot) -> None:
+        """Make a snapshot of the state the committed version, the only one."""
         member = self._members.member
-        self._trees = {member.current: self._snapshot() if tree is None else tree}
-        self._layouts = {member.epoch: self._trees[member.current]}
+        self._versions = {member.current: version}
+        self._layouts = {member.epoch: version}
         self._meshes = {member.epoch: self.mesh}
 
-    def _snapshot(self) -> Any:
-        return snapshot({"state": self.state, "random": RandomState()})
+    def _snapshot(self) -> Snapshot:
+        self._last = Snapshot({"state": self.state, "random": RandomState()}, self._last)
+        return self._last
 
     def _missing_parts(self, version: Copy, ranks: Collection[int]) -> tuple[int, ...]:
         """Return numbers for the parts of a version that no rank of these holds."""
-        tree = self._layouts.get(version.epoch)
-        if tree is None:  # of an epoch that this rank was interrupted in before it had built it
+        layouts = self._layouts.get(version.epoch)
+        if layouts is None:  # of an epoch that this rank was interrupted in before it had built it
             return (0,)
         numbers = [version.members.index(rank) for rank in ranks]
-        return tuple(range(len(missing_parts(tree, numbers))))
+        return tuple(range(len(missing_parts(layouts.tree(), numbers))))
 
     # -- checkpoints -------------------------------------------------------------------------------
 
@@ -315,7 +321,7 @@ class ElasticJob:
 
     def _count_writes(self) -> int:
         """Return how often torch has counted a write into parameters of the state."""
-        return sum(getattr(p, "_local", p)._version for p in parameters_of(self.state))
+        return sum(p._version for p in self._parameters)
 
     def _before_write(self, *_: Any) -> None:
         """Vote before the first optimizer of a step writes: its hook."""
@@ -349,7 +355,8 @@ class ElasticJob:
             return
         member = members.member
         if member.write is Write.UNDO:
-            self._trees[member.current] = whole_copy(self._trees[member.current])
+            tree = whole_copy(self._versions[member.current].tree())
+            self._versions[member.current] = Snapshot.of_leaves(tree)
         members.member = protocol.enter_write(member)
 
     def _refuse_in_write(self, record: CollectiveRecord) -> None:
@@ -379,19 +386,19 @@ class ElasticJob:
                 )
             self._vote()
         # before the step counts as written: a rank that cannot copy its state cannot provide it
-        loss, tree = _as_number(attempt.loss), self._snapshot()
+        loss, version = _as_number(attempt.loss), self._snapshot()
         decision = members.member.decision
         if self._is_completing and decision is not None:
-            self._trees, self._is_completing = {decision.source: tree}, False
+            self._versions, self._is_completing = {decision.source: version}, False
             self.losses.append(loss)
             self._go_on(None)
             return
         members.member = protocol.finish_write(members.member)
         self.losses.append(loss)
         if members.member.phase is Phase.COMMIT:
-            self._trees[members.member.next] = tree
+            self._versions[members.member.next] = version
             members.commit()
-        self._remember(tree)
+        self._remember(version)
 
     # -- a failure ---------------------------------------------------------------------------------
 
@@ -454,16 +461,16 @@ class ElasticJob:
             mesh = self._mesh_of(world.size)
             state = self._build(mesh)
             like = {"state": state, "random": RandomState()}
-            self._layouts[member.epoch] = snapshot(like)
+            self._layouts[member.epoch] = Snapshot(like)
             self._meshes[member.epoch] = mesh
             self._tell_spares(decision)
             if decision.lost or not decision.is_held_by_all:
                 recovered = self._recover_from_checkpoint(decision, like)
             else:
                 alive = [decision.source.members.index(rank) for rank in member.members]
-                recovered = recover(self._trees[decision.source], like, alive)
+                recovered = recover(self._versions[decision.source].tree(), like, alive)
         current = members.member.current
-        self._layouts[member.epoch] = self._trees[current] = snapshot(recovered)
+        self._layouts[member.epoch] = self._versions[current] = Snapshot(recovered)
         members.confirm()
         self.mesh, self.state = mesh, recovered["state"]
         del self.losses[current.step - self.first_step :]
@@ -479,13 +486,13 @@ class ElasticJob:
         if not providers or inside.issuperset(members):
             return
         told: Any = None
-        tree = self._trees[source]
+        tree = self._versions[source].tree()
         if self.rank == providers[0]:
             told = without_parts(tree, mesh), self.losses
         group = current_world().group(range(len(members)))
         sent, losses = facts_of(group, members.index(providers[0]), told)
         if self.rank not in inside:
-            self._trees[source] = with_empty_parts(sent, mesh, tree)
+            self._versions[source] = Snapshot.of_leaves(with_empty_parts(sent, mesh, tree))
             self.losses = losses
 
     def _recover_from_checkpoint(self, decision: Decision, like: Any) -> Any:
@@ -498,7 +505,7 @@ class ElasticJob:
         if newest is None or self._checkpoint is None:
             source = decision.source
             held = [source.members.index(rank) for rank in decision.providers]
-            lost = missing_parts(self._layouts[source.epoch], held)
+            lost = missing_parts(self._layouts[source.epoch].tree(), held)
             more = f" and {len(lost) - _SHOWN} more" if len(lost) > _SHOWN else ""
             raise StateLostError(
                 f"after step {source.step} only ranks that are lost held {len(lost)} parts of the "
@@ -509,7 +516,7 @@ class ElasticJob:
         member = self._members.member
         if newest == decision.source.step and decision.is_held_by_all:
             alive = [decision.source.members.index(rank) for rank in member.members]
-            tree = self._trees[decision.source]
+            tree = self._versions[decision.source].tree()
             return recover(tree, like, alive, checkpoint=self._checkpoint, step=newest)
         self._members.member = protocol.go_back(member, newest)
         return load(self._checkpoint, like, step=newest)

@@ -4,12 +4,16 @@ parameters, optimizer states, averages    the tensors themselves: a step writes 
                                           the vote
 buffers, other tensors, numbers,          copies: forward may write them, and the step may be
 states of random generators               given up
+
+Copies are made at each commit; the tree, with a leaf for each parameter and each tensor of an
+optimizer, only when it is asked for, which is after a loss.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -19,6 +23,7 @@ from torch import Tensor, nn
 from ...kernels.box import Box, box_size
 from ..checkpoint.state import RandomState
 from ..checkpoint.tree import (
+    Leaf,
     PartialModel,
     children,
     is_stateful,
@@ -31,29 +36,153 @@ from ..redistribute.plan.cross_mesh import box_on
 from ..tensor.sharded_tensor import ShardedTensor
 from ..training.average import EMA
 
+_IMMUTABLE = (int, float, bool, str, type(None))
+
 
 def snapshot(state: Any) -> Any:
     """Return a tree of the leaves of `state`, in which what forward writes is copied."""
+    return Snapshot(state).tree()
 
-    def leaf(_: Any, value: Any) -> Any:
+
+class Snapshot:
+    """Snapshot(state): copies of what forward may write; `tree()` has them and all other leaves.
+
+    The tree is that of the moment of the copies until something else writes parameters, optimizer
+    states or averages.
+
+    Args:
+        state: a tree of modules, optimizers and other objects with `state_dict`, tensors, numbers.
+        before: an earlier snapshot of the same modules, which knows their buffers.
+    """
+
+    def __init__(self, state: Any, before: Snapshot | None = None) -> None:
+        self._buffers: dict[int, _Buffers] = {} if before is None else before._buffers
+        self._tree: Any = None
+        self._copied = map_leaves(state, lambda _, value: self._copy(value))
+
+    @staticmethod
+    def of_leaves(tree: Any) -> Snapshot:
+        """Return a snapshot of a tree that has leaves alone, and is not copied."""
+        result = Snapshot({})
+        result._tree = tree
+        return result
+
+    def _copy(self, value: Any) -> Any:
+        """Return a leaf of the state with copies of what forward may write."""
         if isinstance(value, nn.Module):
-            return _module_tree(value)
+            buffers = self._buffers.get(id(value))
+            if buffers is None or buffers.module is not value:
+                buffers = self._buffers[id(value)] = _Buffers(value)
+            return _CopiedModule(value, buffers.copies())
         if isinstance(value, torch.optim.Optimizer):
-            tree = value.state_dict()
-            return {**tree, "param_groups": whole_copy(tree["param_groups"])}
-        if isinstance(value, EMA | RandomState):  # the latter's are copies already
-            return value.state_dict()
-        return snapshot(value.state_dict()) if is_stateful(value) else _copied(value)
+            groups = [
+                {key: _copied(item) for key, item in group.items() if key != "params"}
+                for group in value.param_groups
+            ]
+            return _CopiedOptimizer(value, groups)
+        if isinstance(value, EMA):
+            return _Live(value)
+        if isinstance(value, RandomState):  # its values are copies already
+            return _Leaves(value.state_dict())
+        return _Leaves(snapshot(value.state_dict())) if is_stateful(value) else _copied(value)
 
-    return map_leaves(state, leaf)
+    def tree(self) -> Any:
+        """Return the tree of leaves; the same object each time."""
+        if self._tree is None:
+            self._tree = map_leaves(
+                self._copied, lambda _, leaf: leaf.tree() if isinstance(leaf, _Node) else leaf
+            )
+        return self._tree
 
 
-def _module_tree(module: nn.Module) -> dict[str, Any]:
-    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    return {
-        name: value if name in parameters else whole_copy(value)
-        for name, value in module.state_dict().items()
-    }
+class _Node(Leaf):
+    """A place of a snapshot at which its tree has a tree of leaves."""
+
+    def tree(self) -> Any:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False)
+class _Leaves(_Node):
+    """A tree of copies."""
+
+    copies: Any
+
+    def tree(self) -> Any:
+        return self.copies
+
+
+@dataclass(frozen=True, eq=False)
+class _Live(_Node):
+    """An object whose state forward does not write."""
+
+    owner: Any
+
+    def tree(self) -> Any:
+        return self.owner.state_dict()
+
+
+@dataclass(frozen=True, eq=False)
+class _CopiedModule(_Node):
+    """A module, and copies of its buffers by name."""
+
+    module: nn.Module
+    copies: dict[str, Any]
+
+    def tree(self) -> Any:
+        return {**self.module.state_dict(), **self.copies}
+
+
+@dataclass(frozen=True, eq=False)
+class _CopiedOptimizer(_Node):
+    """An optimizer, and copies of its groups without their parameters."""
+
+    optimizer: torch.optim.Optimizer
+    groups: list[dict[str, Any]]
+
+    def tree(self) -> Any:
+        tree = self.optimizer.state_dict()
+        groups = [
+            {**group, "params": whole_copy(own["params"])}
+            for own, group in zip(tree["param_groups"], self.groups, strict=True)
+        ]
+        return {**tree, "param_groups": groups}
+
+
+class _Buffers:
+    """The buffers of a module and what else its state has besides parameters.
+
+    They are listed once, by the modules that own them, since a walk through all modules takes
+    longer than the copies. A buffer that forward registers later is a leaf that is not copied.
+
+    Attributes:
+        module: whose they are.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        state = module.state_dict(keep_vars=True)
+        self._names = [name for name in state if name not in parameters]
+        owners = {
+            f"{prefix}.{name}" if prefix else name: (owner._buffers, name)
+            for prefix, owner in module.named_modules(remove_duplicate=False)
+            for name in owner._buffers
+        }
+        # where the state has the buffer itself, not what a hook makes of it
+        self._owners: list[tuple[str, dict[str, Any], str]] = []
+        if all(
+            name in owners and owners[name][0][owners[name][1]] is state[name]
+            for name in self._names
+        ):
+            self._owners = [(name, *owners[name]) for name in self._names]
+
+    def copies(self) -> dict[str, Any]:
+        """Return copies by name."""
+        if len(self._owners) == len(self._names):
+            return {name: _copied(buffers[own_name]) for name, buffers, own_name in self._owners}
+        state = self.module.state_dict()
+        return {name: whole_copy(state[name]) for name in self._names if name in state}
 
 
 def whole_copy(tree: Any) -> Any:
@@ -62,6 +191,8 @@ def whole_copy(tree: Any) -> Any:
 
 
 def _copied(value: Any) -> Any:
+    if type(value) in _IMMUTABLE:
+        return value
     return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 

@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 
 import torch
@@ -20,9 +20,12 @@ from torch import Tensor, nn
 
 import shardmesh as sm
 from shardmesh import P, ShardedTensor
+from shardmesh.mesh.comm.current_world import current_world
 from shardmesh.mesh.elastic.membership import Membership
+from shardmesh.mesh.monitor.store_keys import StoreKeys
 from shardmesh.sharding.checkpoint.tree import leaves, name_of
 from shardmesh.sharding.elastic import job as elastic_job
+from shardmesh.sharding.elastic import snapshot as snapshots
 from shardmesh.sharding.elastic.snapshot import snapshot
 
 STEPS = 6
@@ -273,13 +276,14 @@ def replay(form: str, schedule: Sequence[Sequence[Any]]) -> dict[str, Any]:
     return {"losses": losses, "hashes": hashes(state)}
 
 
-def misuses() -> list[str]:
-    """Return the errors of steps that an elastic job refuses, and of what it lacks."""
+def misuses() -> dict[str, list[Any]]:
+    """Return what a step costs, and the errors of steps that a job refuses and of what it lacks."""
     job = sm.elastic.ElasticJob(
         lambda mesh: build("ddp", mesh), make_mesh=lambda n: mesh_over("ddp", range(n))
     )
     job_of = partial(batch_of, 0, job.mesh)
     (optimizer,) = job.state["optimizers"]
+    costs = [cost_of_a_step(job) for _ in range(3)]
     errors: list[str] = []
 
     def outside() -> None:
@@ -302,4 +306,49 @@ def misuses() -> list[str]:
             misuse()
         except Exception as error:
             errors.append(f"{type(error).__name__}: {error}")
-    return errors
+    return {"costs": costs, "errors": errors}
+
+
+def cost_of_a_step(job: sm.elastic.ElasticJob) -> list[Any]:
+    """Return what an attempt adds to a step.
+
+    Collectives of this rank by name, elements of the tensors that are copied, and requests to
+    stores.
+    """
+    batch = batch_of(job.step, job.mesh)
+    counted: list[str] = []
+    copied: list[int] = []
+    asked: list[str] = []
+    observers = current_world().observers
+
+    def count(record: Any) -> None:
+        counted.append(record.op)
+
+    def counting(method: Callable[..., Any], name: str, *args: Any) -> Any:
+        asked.append(name)
+        return method(*args)
+
+    def copying(value: Any) -> Any:
+        copied.append(value.numel() if isinstance(value, Tensor) else 0)
+        return original_copy(value)
+
+    observers.append(count)
+    train_step({**job.state, "optimizers": []}, batch, job.mesh)
+    plain = list(counted)
+    counted.clear()
+    originals = {name: getattr(StoreKeys, name) for name in ("has", "set", "read", "replace")}
+    original_copy = snapshots._copied
+    for name, method in originals.items():
+        setattr(StoreKeys, name, partialmethod(partial(counting, method, name)))
+    snapshots._copied = copying
+    try:
+        with job.attempt() as attempt:
+            attempt.loss = train_step(job.state, batch, job.mesh)
+    finally:
+        snapshots._copied = original_copy
+        for name, method in originals.items():
+            setattr(StoreKeys, name, method)
+        observers.remove(count)
+    for op in plain:
+        counted.remove(op)
+    return [counted, sum(copied), asked]

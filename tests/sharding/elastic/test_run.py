@@ -209,7 +209,10 @@ def test_what_only_a_lost_rank_held_is_named(forked: Forked):
 def test_steps_that_would_break_the_promise_are_refused(forked: Forked):
     ended = forked(misuses, 2, limit_s=LIMIT_S)
     for one in ended:
-        save, outside, without_a_vote, communicating = one.value
+        assert one.value is not None, one.output
+        # the vote; running mean, variance and count of the norm; nothing over a store
+        assert one.value["costs"] == [[["all_reduce"], 2 * 14 + 1, []]] * 3
+        save, outside, without_a_vote, communicating = one.value["errors"]
         assert save.startswith("ValueError: job.save(): write ElasticJob(..., checkpoint=folder)")
         assert outside.startswith("RuntimeError: optimizer.step() outside of `with job.attempt()`")
         assert without_a_vote.startswith("ElasticJobError: the step has written parameters without")
