@@ -224,6 +224,7 @@ class Waiting:
             limit_s += relay.lost_after_s
         while monotonic_ns() - since < limit_s * 1e9:
             try:
+                self._job.look_elsewhere()
                 if not self._diagnose(recorder, sequence, since):
                     break
                 # also a rank that had called this collective

@@ -30,7 +30,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,6 +77,7 @@ from ..verdict import Verdict
 from .mirror import BufferCopy, BufferSource, checked_header, is_part, make_copy
 
 _LOST_S = 10.0  # a host that is silent for so long counts as lost
+_DOUBT_S = 1.0  # after which it is looked for in other ways, if there are any
 _TICK_S = 0.1  # between two exchanges; 0.02 while a rank of this host waits
 _EAGER_S = 0.02
 _FEW_HOSTS = 8
@@ -231,6 +232,7 @@ class Relay:
             self._job.give_up(str(error))
         except (RuntimeError, OSError):  # the connection broke, or the folder is gone
             self._sources.clear()  # which parts have arrived is not known
+            self._job.look_elsewhere()
             if not self._over.wait(_TICK_S):
                 with contextlib.suppress(RuntimeError):
                     self._store = self._store.clone()
@@ -306,6 +308,11 @@ class Relay:
         self._exchange_clock += min(now - self._last_exchange, _LONGEST_STEP_S)
         self._last_exchange = now
         self._answered_at = self._look_clock
+        if any(now_silent > _DOUBT_S for now_silent in map(self._silence, self._others)):
+            self._job.look_elsewhere()
+
+    def _silence(self, host: Host) -> float:
+        return self._exchange_clock - host.heard
 
     def _publish_last(self) -> None:
         """Publish the last state of a host.
@@ -506,7 +513,7 @@ class Relay:
         unanswered = self._look_clock - self._answered_at
         store = f"the store at {self._address}"
         for host in self._others:
-            silent = self._exchange_clock - host.heard
+            silent = self._silence(host)
             if unanswered > self.lost_after_s:
                 self._lose(
                     host,
@@ -520,9 +527,16 @@ class Relay:
                     f"{store} answers {self._name}",
                 )
 
+    def lose(self, ranks: Collection[int], reason: str) -> None:
+        """Mark ranks of other hosts as lost."""
+        for host in self._others:
+            self._mark([self._copy(host, rank) for rank in host.ranks if rank in ranks], reason)
+
     def _lose(self, host: Host, reason: str) -> None:
         """Mark all ranks of a host as lost, at once, so that an error names them all."""
-        copies = [self._copy(host, rank) for rank in host.ranks]
+        self._mark([self._copy(host, rank) for rank in host.ranks], reason)
+
+    def _mark(self, copies: Sequence[BufferCopy], reason: str) -> None:
         running = [copy for copy in copies if copy.buffer.words[Header.STATE] == RankState.RUNNING]
         for copy in running:
             copy.set_reason(reason)

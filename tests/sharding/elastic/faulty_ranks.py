@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import subprocess
 from collections.abc import Callable, Sequence
 from functools import partial, partialmethod
 from typing import Any
@@ -58,6 +59,8 @@ class Faults:
             os.kill(os.getpid(), signal.SIGSTOP)
         elif kind == "exit":
             os._exit(3)
+        elif kind == "cut":  # this host from others
+            subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
         elif kind == "raise":
             raise ArithmeticError(f"a bad batch in step {self.step}")
 

@@ -256,6 +256,34 @@ def test_verdict_reaches_all_hosts_before_a_rank_ends(ranks):
     assert ranks.monitors[1].standing() == verdict
 
 
+def test_a_verdict_is_told_by_ranks_that_go_on_after_they_raised(ranks):
+    """Those that raise are no speakers, and their monitors are not closed either."""
+    verdict = Verdict("raised", (3,), "ValueError", (), "rank 3 raised ValueError: the reason")
+    for rank in (2, 3):
+        ranks.monitors[rank].buffer.words[Header.STATE] = RankState.RAISED
+        assert not ranks.relays[rank]._is_speaker()
+    ranks.monitors[3].fail(verdict)
+    for rank in (2, 3):
+        ranks.relays[rank].speak_on()
+    assert [rank for rank in (2, 3) if ranks.relays[rank]._is_speaker()] == [2]
+    soon(lambda: ranks.monitors[0].standing() == verdict)
+    ranks.relays[2].leave()
+    ranks.relays[2]._thread.join(LIMIT_S)
+    assert not ranks.relays[2]._thread.is_alive()
+
+
+def test_ranks_whose_end_is_seen_otherwise_are_lost(ranks):
+    record(ranks.monitors[2].buffer, 0, "all_reduce")
+    for rank in (2, 3):
+        ranks.relays[rank]._over.set()
+        ranks.relays[rank]._thread.join()
+    ranks.monitors[0].ended_elsewhere = lambda: [3]
+    ranks.monitors[0].relay = ranks.relays[0]
+    ranks.monitors[0].look_elsewhere()
+    assert ranks.buffer(1, 3).words[Header.STATE] == RankState.LOST
+    assert ranks.buffer(1, 2).words[Header.STATE] == RankState.RUNNING
+
+
 def test_stack_is_requested_and_received(ranks):
     asking, asked = ranks.buffer(1, 3).words, ranks.monitors[3].buffer
     for text in ("first", "second"):
