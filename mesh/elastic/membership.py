@@ -15,18 +15,17 @@ numbered anew, in the same order.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore
+from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.constants import default_pg_timeout
 
 from ..comm.agreement import gather_facts
@@ -38,6 +37,7 @@ from ..monitor import termination, timeouts
 from ..monitor.diagnosis.members import lost_ranks
 from ..monitor.monitor import Monitor, monitor_of
 from ..monitor.process_hooks import forget_monitor
+from ..monitor.recording.job_directory import may_span_hosts
 from ..monitor.startup.rank_info import RankInfo, machine, own_rank_info
 from ..monitor.store_keys import StoreKeys
 from ..processes.process import ProcessWorld, default_store, process_world
@@ -54,8 +54,9 @@ from .messages import (
     kind_of_reason,
     shortened_reason,
 )
+from .presence import Presence
 from .protocol import Copy, Decision, Write
-from .rank_stores import Connection, StoreAddress, StoreGoneError, serve_store
+from .rank_stores import Connection, StoreAddress, StoreGoneError, seen_from_here, serve_store
 
 _log = logging.getLogger(__name__)
 
@@ -107,9 +108,10 @@ class Membership:
         is_finished: whether a member has said that all have finished.
 
     Raises:
-        LaunchEnvironmentError: the ranks are not monitored, or on several hosts. On every rank.
+        LaunchEnvironmentError: the ranks are not monitored, or on several hosts without a store
+            that these share. On every rank.
 
-    Communication: a few messages to the job's store; waits for all ranks.
+    Communication: one all_gather of small objects.
     """
 
     def __init__(
@@ -146,8 +148,8 @@ class Membership:
         self._told: ToldDecision | None = None  # by which this epoch began
         self._failed: Counter[tuple[int, str]] = Counter()  # by step and reason
         self._failed_ranks: Counter[int] = Counter()
-        self._gone: set[int] = set()
         self._connection: tuple[int, Connection] | None = None
+        self._awaited: dict[int, float] = {}  # whose reports are missing, and since when
         if entry is not None:
             self._take_over(entry)
             return
@@ -155,15 +157,11 @@ class Membership:
         self._backend = _backend_of_default_group()
         self.member = protocol.first_member(world.rank, range(world.size), 0, write)
         self._world_members = self.member.members  # by their ranks in the current world
+        # those of the last epoch that all of its members have confirmed
+        self._electorate = self.member.members
         self._prepare()
-        self._store, address = serve_store()
-        self._infos, self._addresses = self._introduce(address)
-        hosts = {info.machine for info in self._infos.values()}
-        if len(hosts) > 1:
-            raise LaunchEnvironmentError(
-                f"an elastic job runs on one host so far, and these ranks are on {len(hosts)}: a "
-                "death is not told to the agreement on other hosts"
-            )
+        self._store, self._infos, self._addresses = self._introduce()
+        self._presence = Presence(world.rank, self._infos, self._addresses, *_patience(monitor))
         if world.rank == 0 and default_store() is not None:
             joining.register(default_store(), self._job, self._announcements())
 
@@ -176,9 +174,13 @@ class Membership:
             welcome.rank, told.decision, welcome.host, welcome.write
         )
         self._world_members = self.member.members
+        self._electorate = told.decision.source.members
         self._store = entry.store
         self._infos = {rank: one.info for rank, one in welcome.members.items()}
         self._addresses = {rank: one.address for rank, one in welcome.members.items()}
+        self._presence = Presence(
+            welcome.rank, self._infos, self._addresses, *_patience(self._monitor)
+        )
 
     def _announcements(self) -> dict[int, Announcement]:
         """Return who all members are and have been."""
@@ -187,24 +189,26 @@ class Membership:
             for rank, info in self._infos.items()
         }
 
-    def _introduce(
-        self, address: StoreAddress
-    ) -> tuple[dict[int, RankInfo], dict[int, StoreAddress]]:
-        """Tell the others which process this is, and where it serves its store."""
+    def _introduce(self) -> tuple[TCPStore, dict[int, RankInfo], dict[int, StoreAddress]]:
+        """Serve a store, and tell the others where, and which process this is."""
         rank, size = self.world.rank, self.world.size
+        spans_hosts = may_span_hosts(os.environ, size)
+        store, address = serve_store(spans_hosts)
         info = own_rank_info(rank, {}, 0, os.environ)
-        if size == 1:
-            return {0: info}, {0: address}
-        ranks = range(size)
-        group = self.world.group(ranks)
-        group.barrier()  # a rank that is lost before has a verdict here; a store would wait for it
-        keys = StoreKeys(default_store(), self._prefix, _KEYS)
-        keys.set(f"address/{rank}", json.dumps(address._asdict()))
-        keys.set(f"process/{rank}", info.to_json())
-        group.barrier()
-        addresses = keys.read_all([f"address/{r}" for r in ranks], StoreAddress.from_json)
-        infos = keys.read_all([f"process/{r}" for r in ranks], RankInfo.from_json)
-        return dict(zip(ranks, infos, strict=True)), dict(zip(ranks, addresses, strict=True))
+        has_relay = self._monitor is not None and self._monitor.relay is not None
+        told = gather_facts(self.world.group(range(size)), (info, address, has_relay))
+        infos = {r: other for r, (other, _, _) in told.items()}
+        hosts = {other.machine for other in infos.values()}
+        if len(hosts) > 1 and not all(has for _, _, has in told.values()):
+            raise LaunchEnvironmentError(
+                f"an elastic job on {len(hosts)} hosts needs a store that they share, by which the "
+                "monitor tells who is lost: start the default group at MASTER_ADDR and MASTER_PORT"
+            )
+        addresses = {
+            r: seen_from_here(at) if spans_hosts and other.machine != info.machine else at
+            for r, (other, at, _) in told.items()
+        }
+        return store, infos, addresses
 
     # -- a step ------------------------------------------------------------------------------------
 
@@ -246,6 +250,7 @@ class Membership:
         self.member = protocol.enter_confirm(self.member)
         self._barrier()
         self.member = protocol.finish_confirm(self.member)
+        self._electorate = self.member.members
         for monitor in self._suspended:
             forget_monitor(monitor)
         for world in self._worlds_before:
@@ -301,7 +306,7 @@ class Membership:
         leaves = f"{ranks_text(change.leaving)} left" if change.leaving else ""
         joins = f"{ranks_text(tuple(self._joining))} joined" if change.joining else ""
         self.verdict = ", ".join(filter(None, (leaves, joins)))
-        self._gone |= set(change.leaving)
+        self._presence.hear(change.leaving)
         self._failure = None
         self._suspend()
         self.member = protocol.interrupt(self.member)
@@ -321,10 +326,11 @@ class Membership:
         """
         if dist.is_initialized():
             abandon_groups()
-        stayers = [rank for rank in self.member.members if rank not in self._gone]
+        gone = self._presence.gone
+        stayers = [rank for rank in self.member.members if rank not in gone]
         if not stayers:
             return
-        host = stayers[0] if self.member.host in self._gone else self.member.host
+        host = stayers[0] if self.member.host in gone else self.member.host
         epoch = self.member.epoch
         deadline = time.monotonic() + _TO_LEAVE_S
 
@@ -360,12 +366,15 @@ class Membership:
                 monitor.raised(RuntimeError(f"{type(error).__name__} of an earlier epoch: {error}"))
             else:
                 monitor.raised(error)
-            lost = lost_ranks(monitor.directory)
-            self._gone |= {self._world_members[gone.rank] for gone in lost}
             verdict = monitor.standing()
             self.verdict = str(error) if verdict is None else verdict.text.partition("\n")[0]
-            if verdict is not None and verdict.is_interruption:
+            lost = {gone.rank for gone in lost_ranks(monitor.directory)}
+            if verdict is not None and verdict.kind in ("lost", "left"):
+                lost |= set(verdict.ranks)
+            is_over = verdict is not None and verdict.is_interruption
+            if is_over or self.world.rank in lost:  # other hosts go on without this rank
                 raise error
+            self._presence.suspect([self._world_members[rank] for rank in lost])
             self._note_failure(error, monitor)
             self._suspend()
         if not protocol.is_interruptible(self.member):
@@ -394,19 +403,22 @@ class Membership:
 
         Raises:
             ElasticJobError: too few members are left, or the step has failed twice for the same
-                reason, with the same text on every rank; or this rank has failed twice.
+                reason, with the same text on every rank; or this rank has failed twice; or it is
+                cut off from the ranks that go on.
             StoreGoneError: another rank has failed twice, and is left out; agree again.
 
         Communication: through the store of the lowest member; waits for all that are left.
         """
         pause = _FIRST_PAUSE_S
+        self._awaited = {}
         while True:
-            self._note_deaths()
+            self._note_deaths(self._awaited)
             host = self.member.store_host
             try:
                 told = self._ask(host, self._consult)
             except StoreGoneError as error:
                 _log.debug("rank %d: %s", self.member.rank, error)
+                self._awaited.setdefault(host, self._presence.clock)
                 told = None
             if self.is_finished:
                 return None
@@ -414,6 +426,11 @@ class Membership:
                 break
             time.sleep(pause)
             pause = min(1.5 * pause, _PAUSE_S)
+        if self.member.rank not in told.decision.members:
+            raise ElasticJobError(
+                f"{ranks_text(told.decision.members)} count rank {self.member.rank} as lost, and "
+                f"go on without it: {self.verdict}"
+            )
         self.member = protocol.adopt(self.member, told.decision)
         self._failure = None
         self.failures = told.failures
@@ -421,16 +438,26 @@ class Membership:
         self._count_failures()
         return told.decision
 
-    def _note_deaths(self) -> None:
-        """Note which members have ended, and end those that hang on this host."""
-        for monitor in self._suspended:
-            termination.end_hung(monitor)
-        members = [rank for rank in self.member.members if rank != self.member.rank]
-        self._gone |= {rank for rank in members if self._infos[rank].is_gone()}
-        self.member = protocol.lose(self.member, self._gone)
+    def _note_deaths(self, awaited: Mapping[int, float]) -> None:
+        """Note which members are lost, and end those that hang on this host.
+
+        Args:
+            awaited: the ranks of other hosts that this one waits for, and since when.
+
+        Raises:
+            ElasticJobError: those that are left may not go on.
+        """
+        self._end_hung()
+        presence, members = self._presence, self.member.members
+        doubtful = presence.cut_off.intersection(members)
+        presence.look({*presence.near(members), *doubtful, *awaited})
+        presence.give_up_late(awaited)
+        self.member = protocol.lose(self.member, presence.gone)
         survivors = self.member.survivors
-        known_dead = {rank for rank in self._gone if self._infos[rank].machine == machine()}
-        if not protocol.may_continue(self.member.members, survivors, known_dead):
+        if not self._may_continue(survivors):
+            # the end of those that are away may not have been noticed, and be visible
+            presence.probe(set(presence.far(self._electorate)) - presence.ended - set(survivors))
+        if not self._may_continue(survivors):
             raise ElasticJobError(
                 f"{ranks_text(survivors)} cannot reach {ranks_text(sorted(self.member.lost))}, and "
                 "may be the ones that are cut off: of the ranks whose end nobody has seen they are "
@@ -442,6 +469,13 @@ class Membership:
                 f"min_ranks={self.min_ranks}: {self.verdict}"
             )
 
+    def _may_continue(self, survivors: Collection[int]) -> bool:
+        return protocol.may_continue(self._electorate, survivors, self._presence.ended)
+
+    def _end_hung(self) -> None:
+        for monitor in self._suspended:
+            termination.end_hung(monitor)
+
     def _consult(self, keys: StoreKeys) -> ToldDecision | None:
         """Report, decide if it is this rank's turn, and return the decision to adopt, if any."""
         member = self.member
@@ -449,29 +483,37 @@ class Membership:
         told = ToldReport(protocol.report(member), None if member.lost else self._failure)
         keys.set(f"report/{member.rank}", told.to_json())
         self._welcome(keys)
+        self._tell_ends(keys)
+        keys.set(f"interrupted/{member.epoch}")
         has_decision = keys.has("decision")
         last = keys.read("decision", ToldDecision.from_json) if has_decision else None
         if last is not None and last.decision.epoch > member.epoch:
             return last
-        if member.rank != member.leader:
-            return None
-        names = [f"report/{rank}" for rank in member.survivors]
-        if not all(keys.has(name) for name in names):
-            return None
+        expected = member.survivors if member.rank == member.leader else (member.leader,)
+        names = [f"report/{rank}" for rank in expected]
+        if not keys.has(*names):
+            names = [name for name in names if keys.has(name)]
         reports = keys.read_all(names, ToldReport.from_json)
-        decision = protocol.decide(
-            member,
-            {told.report.rank: told.report for told in reports},
-            None if last is None else last.decision,
-            self._missing_parts,
-            [rank for rank in self._joining if not self._infos[rank].is_gone()],
-        )
+        by_rank = {told.report.rank: told.report for told in reports}
+        last_decision = None if last is None else last.decision
+        late = set(expected) - set(protocol.current_reports(member, by_rank, last_decision))
+        now = self._presence.clock
+        self._awaited = {rank: self._awaited.get(rank, now) for rank in late}
+        arriving = [rank for rank in self._joining if not self._infos[rank].is_gone()]
+        decision = protocol.decide(member, by_rank, last_decision, self._missing_parts, arriving)
         if decision is None:
             return None
         failures = {told.failure for told in reports if told.failure is not None}
         proposal = ToldDecision(decision, tuple(sorted(failures)))
         keys.replace("decision", "" if last is None else last.to_json(), proposal.to_json())
         return keys.read("decision", ToldDecision.from_json)
+
+    def _tell_ends(self, keys: StoreKeys) -> None:
+        """Tell the others whose end this rank has seen, and hear what they have seen."""
+        told = keys.signed("ended")
+        self._presence.hear(told)
+        for rank in sorted(self._presence.ended - told):
+            keys.sign("ended", rank)
 
     def _count_failures(self) -> None:
         """Count failures of steps and of ranks, from what all members have read.
@@ -490,9 +532,9 @@ class Membership:
         left_out = [
             rank
             for rank in self.member.members
-            if self._failed_ranks[rank] >= _MOST_FAILURES and rank not in self._gone
+            if self._failed_ranks[rank] >= _MOST_FAILURES and rank not in self._presence.gone
         ]
-        self._gone |= set(left_out)
+        self._presence.hear(left_out)
         if left_out:
             reasons = "; ".join(f.reason for f in self.failures if f.rank in left_out)
             text = (
@@ -506,7 +548,7 @@ class Membership:
         """Return the answer of the store of a rank. Raises: StoreGoneError."""
         connection = self._connection_to(host)
         try:
-            return connection.ask(question, lambda: self._has_ended(host))
+            return connection.ask(question, self._is_lost(host))
         except StoreGoneError:
             self._connection = None
             raise
@@ -518,10 +560,17 @@ class Membership:
             self._connection = host, Connection(self._addresses[host], self._prefix)
         return self._connection[1]
 
-    def _has_ended(self, host: int) -> bool:
-        for monitor in self._suspended:
-            termination.end_hung(monitor)
-        return host != self.member.rank and self._infos[host].is_gone()
+    def _is_lost(self, host: int) -> Callable[[], bool]:
+        """Return a function that says whether to wait for the store of a rank no longer."""
+        awaited = {host: self._presence.clock}
+
+        def is_lost() -> bool:
+            self._end_hung()
+            self._presence.look([host])
+            self._presence.give_up_late(awaited)
+            return host in self._presence.gone
+
+        return is_lost
 
     # -- the next epoch ----------------------------------------------------------------------------
 
@@ -549,7 +598,7 @@ class Membership:
             RANK=str(rank), WORLD_SIZE=str(len(members)), LOCAL_WORLD_SIZE=str(len(on_this_host))
         )
         connection = self._connection_to(member.host)
-        store = connection.clone(lambda: self._has_ended(member.host))
+        store = connection.clone(self._is_lost(member.host))
         store.set_timeout(default_pg_timeout)
         dist.init_process_group(
             self._backend,
@@ -573,24 +622,39 @@ class Membership:
             self._monitor.deaf_s = math.inf  # then it is SHARDMESH_EXIT_S
 
     def _wait_for_members(self) -> None:
-        """Wait until all members have adopted the decision. Raises: StoreGoneError."""
-        member = self.member
+        """Wait until all members have adopted the decision.
+
+        Raises:
+            StoreGoneError: one of them has ended, or has been interrupted again.
+        """
+        member, presence = self.member, self._presence
 
         def sign(keys: StoreKeys) -> None:
             keys.sign(f"here/{member.epoch}", member.rank)
             self._welcome(keys)
 
-        def are_here(keys: StoreKeys) -> bool:
-            return keys.signed(f"here/{member.epoch}") >= set(member.members)
+        def missing(keys: StoreKeys) -> set[int] | None:
+            if keys.has(f"interrupted/{member.epoch}"):
+                return None
+            self._tell_ends(keys)
+            return set(member.members) - keys.signed(f"here/{member.epoch}")
 
         self._ask(member.host, sign)
+        since = presence.clock
         pause = _FIRST_PAUSE_S
-        while not self._ask(member.host, are_here):
-            ended = [r for r in member.members if r != member.rank and self._infos[r].is_gone()]
-            if ended:
-                raise StoreGoneError(f"{ranks_text(ended)} ended before the groups were made")
+        while awaited := self._ask(member.host, missing):
+            self._end_hung()
+            presence.look({*presence.near(member.members), *awaited})
+            presence.give_up_late(dict.fromkeys(awaited, since))
+            lost = presence.gone.intersection(member.members)
+            if lost:
+                raise StoreGoneError(
+                    f"{ranks_text(sorted(lost))} ended before the groups were made"
+                )
             time.sleep(pause)
             pause = min(1.5 * pause, _PAUSE_S)
+        if awaited is None:
+            raise StoreGoneError("a member was interrupted before the groups were made")
 
     def _welcome(self, keys: StoreKeys) -> None:
         """Tell processes that have become members by the last decision."""
@@ -616,14 +680,16 @@ class Membership:
         Members that are interrupted in that wait read that others are through, and finish too.
         """
         self._barrier()
+        since = self._presence.clock
         while len(self.member.members) > 1:
+            host = self.member.store_host
             try:
-                self._ask(self.member.store_host, lambda keys: keys.set("finished"))
+                self._ask(host, lambda keys: keys.set("finished"))
                 return
             except StoreGoneError:
                 time.sleep(_PAUSE_S)
             with contextlib.suppress(ElasticJobError):  # it does not matter any more
-                self._note_deaths()
+                self._note_deaths({host: since})
 
     def close(self) -> None:
         """Forget what is left of earlier epochs, and the connections."""
@@ -642,6 +708,17 @@ def _backend_of_default_group() -> str:
     config = dist.get_backend_config()
     names = {part.rpartition(":")[2] for part in config.split(",")}
     return names.pop() if len(names) == 1 else config
+
+
+def _patience(monitor: Monitor | None) -> tuple[float, float]:
+    """Return seconds after which another host counts as silent, and a rank of it as late.
+
+    A rank that is late has not been ended by its watchdog either, nor by the ranks of its host.
+    """
+    if monitor is None or monitor.relay is None:
+        return math.inf, math.inf
+    silent_s = monitor.relay.lost_after_s
+    return silent_s, silent_s + termination.longest_exit_s()
 
 
 def _has_watch_error(error: BaseException) -> bool:

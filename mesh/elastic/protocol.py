@@ -333,12 +333,7 @@ def decide(
         return None
     if last is not None and last.epoch > member.epoch:
         return None  # to be adopted first
-    first_epoch = 0 if last is None else last.epoch
-    current = {
-        rank: reports[rank]
-        for rank in member.survivors
-        if rank in reports and reports[rank].epoch >= first_epoch
-    }
+    current = current_reports(member, reports, last)
     if len(current) < len(member.survivors):
         return None
     source, providers = _choose_version(list(current.values()), missing_parts)
@@ -349,6 +344,21 @@ def decide(
         providers,
         missing_parts(source, providers),
     )
+
+
+def current_reports(
+    member: Member, reports: Mapping[int, Report], last: Decision | None
+) -> dict[int, Report]:
+    """current_reports(member, reports, last) -> those of survivors that are not from before `last`.
+
+    Args: as `decide`.
+    """
+    first_epoch = 0 if last is None else last.epoch
+    return {
+        rank: reports[rank]
+        for rank in member.survivors
+        if rank in reports and reports[rank].epoch >= first_epoch
+    }
 
 
 def _choose_version(

@@ -51,18 +51,22 @@ class StoreGoneError(RuntimeError):
     """A question was not answered: the store's host has ended, or the connection broke."""
 
 
-def serve_store() -> tuple[TCPStore, StoreAddress]:
+def serve_store(may_span_hosts: bool = False) -> tuple[TCPStore, StoreAddress]:
     """Serve a store from this process, and return it with its address.
 
-    It listens at the loopback interface alone if MASTER_ADDR is there.
+    It listens at the loopback interface alone if the job is on one host, or MASTER_ADDR is an
+    address of that interface, which only ranks of one host share.
+
+    Args:
+        may_span_hosts: whether ranks may be on other hosts.
     """
     master = os.environ.get("MASTER_ADDR", _LOOPBACK)
-    addresses = resolved(master, _TO_RESOLVE_S)
-    if all(map(is_loopback, addresses)):
+    address = next(iter(resolved(master, _TO_RESOLVE_S)), _LOOPBACK)
+    if not may_span_hosts or (master in ("localhost", address) and is_loopback(address)):
         host, listening = _LOOPBACK, loopback_listener(_LOOPBACK, 0)
     else:
-        host = _address_towards(addresses[0])
-        listening = loopback_listener("::" if ":" in host else "0.0.0.0", 0)
+        host = _address_towards(address)
+        listening = _listener_for_all(host)
     port = listening.getsockname()[1]
     store = TCPStore(
         host,
@@ -73,6 +77,25 @@ def serve_store() -> tuple[TCPStore, StoreAddress]:
         master_listen_fd=listening.detach(),
     )
     return store, StoreAddress(host, port)
+
+
+def _listener_for_all(host: str) -> socket.socket:
+    """Return a socket that listens on all interfaces, also those of IPv4 where that is possible."""
+    if ":" in host or (is_loopback(host) and socket.has_dualstack_ipv6()):
+        return loopback_listener("::", 0)
+    return loopback_listener("0.0.0.0", 0)
+
+
+def seen_from_here(address: StoreAddress) -> StoreAddress:
+    """Return the address of a rank's store as this host reaches it.
+
+    The host at MASTER_ADDR may know its own name as one of the loopback interface (`127.0.1.1` in
+    its /etc/hosts), which is its address there alone.
+    """
+    if not is_loopback(address.host):
+        return address
+    master = resolved(os.environ.get("MASTER_ADDR", _LOOPBACK), _TO_RESOLVE_S)
+    return address._replace(host=next(iter(master), address.host))
 
 
 def _address_towards(address: str) -> str:

@@ -53,8 +53,14 @@ class HostLink(Protocol):
     def look(self) -> None:
         """Mark hosts that are silent, and compare this rank's collectives with those of others."""
 
+    def speak_on(self) -> None:
+        """Publish for this host from here on though its ranks have stopped watching each other."""
+
     def close(self) -> None:
         """Publish the last state of this host if no other rank can, and stop."""
+
+    def leave(self) -> None:
+        """Stop at once: nobody waits for what this host would say last."""
 
 
 class Job:
@@ -72,6 +78,7 @@ class Job:
         notified: whether this rank's program has raised or printed the verdict.
         failed_at: when this rank learned of the verdict; 0 before.
         relay: the connection to other hosts; None if there is none.
+        is_suspended: whether the program goes on after the verdict, in another job.
         is_on: whether the ranks are compared; False once the job goes on without the monitor.
         pid: of the process that the job began in; a forked child has another.
         at_stop: called once when comparing ends: what restores torch's methods.
@@ -90,6 +97,7 @@ class Job:
         self.abandoned = self.notified = False
         self.failed_at = 0
         self.is_on = True
+        self.is_suspended = False
         self.pid = os.getpid()
         self.relay: HostLink | None = None
         self.at_stop: list[Callable[[], None]] = []

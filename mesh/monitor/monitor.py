@@ -169,10 +169,12 @@ class Monitor(Job):
     def suspend(self) -> None:
         """Stop comparing ranks and ending this process: the program goes on after the verdict.
 
-        Other ranks still see this one, until `close`.
+        Other ranks still see this one, until `close`, and other hosts are told of the verdict.
         """
-        self.notified = True
+        self.notified = self.is_suspended = True
         self.buffer.words[Header.AWARE] = 1
+        if self.relay is not None:
+            self.relay.speak_on()
         self.watchdog.stop()
         termination.set_deadline(self, False)
         self._retire()

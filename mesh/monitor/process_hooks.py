@@ -15,7 +15,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 from ..comm.recording.trace_buffer import BUFFER_BYTES, Header, RankState, TraceBuffer
@@ -119,8 +119,12 @@ def record_thread_errors(buffers: Callable[[], Iterable[TraceBuffer]]) -> None:
 def forget_monitor(monitor: Monitor) -> None:
     """End the monitor of a job that the program has left, with its files on this host.
 
-    What it said was the reason for leaving, and is not said again at exit.
+    What it said was the reason for leaving, and is not said again at exit. Ranks of other hosts
+    know it.
     """
+    if monitor.relay is not None:
+        monitor.relay.leave()
+        monitor.relay = None
     monitor.close()
     monitors.discard(monitor)
     with contextlib.suppress(OSError):  # another rank has removed it
@@ -134,9 +138,9 @@ def notify_peers(error: BaseException) -> None:
             monitor.raised(error)
 
 
-def _on_alarm(*_: Any) -> None:
-    if not termination.is_interruptible():
-        return
+def _on_alarm(_number: int, frame: FrameType | None) -> None:
+    if not termination.is_interruptible() or termination.is_in_setup(frame):
+        return  # the watchdog sends the signal again
     for monitor in list(monitors):
         if monitor.pid == os.getpid() and not monitor.notified:
             monitor.check()

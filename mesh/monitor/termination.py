@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import math
 import os
 import re
 import signal
@@ -23,6 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 
 import torch.distributed as dist
 
@@ -39,6 +41,8 @@ _SPARE_S = 3.0
 _PAUSE_S = 0.05
 # packages of programs that run other programs
 _HOSTS = {"_pytest", "unittest", "IPython", "ipykernel", "pdb", "bdb", "debugpy", "pydevd", "code"}
+# methods of other code in which the main thread is not interrupted
+_SETUP = {"__enter__", "__exit__", "__aenter__", "__aexit__", "__del__"}
 _BROKEN = re.compile(
     r"gloo/transport|Connection (closed|reset|refused)|Broken pipe|ncclRemoteError|NCCL "
     r"error|recvValue failed"
@@ -52,6 +56,7 @@ SIGNAL_OF_EXIT = {
 
 alarm_signal: int | None = None
 _deadline_of: Job | None = None
+_setting_deadline = threading.RLock()  # a handler of a signal may set it, too
 _is_interruptible = True
 
 
@@ -119,6 +124,19 @@ def set_interruptible(is_on: bool) -> None:
     _is_interruptible = is_on
 
 
+def is_in_setup(frame: FrameType | None) -> bool:
+    """Return whether a frame is part of entering or leaving a `with` block, or of a destructor.
+
+    An error that is raised there may leave what the block protects half done, and one in a
+    destructor is printed and forgotten.
+    """
+    while frame is not None:
+        if frame.f_code.co_name in _SETUP:
+            return True
+        frame = frame.f_back
+    return False
+
+
 @contextlib.contextmanager
 def interruptible(is_on: bool) -> Iterator[None]:
     """Set whether a verdict interrupts the main thread inside the block while it computes.
@@ -146,7 +164,9 @@ def is_hosted() -> bool:
 
 def may_end(job: Job) -> bool:
     """Return whether the process exists only for the failed job, and may be ended."""
-    if job.pid != os.getpid() or not settings().exit_s or job.buffer.words[Header.PAUSED] % IDLE:
+    if job.is_suspended or job.pid != os.getpid() or not settings().exit_s:
+        return False
+    if job.buffer.words[Header.PAUSED] % IDLE:
         return False
     # the program is over, but another thread of it is not
     if not threading.main_thread().is_alive():
@@ -169,15 +189,22 @@ def end(job: Job, text: str) -> None:
 def set_deadline(job: Job, is_on: bool) -> None:
     """Set whether the process ends some seconds after its time to exit.
 
-    Even if its watchdog thread cannot run any more.
+    Even if its watchdog thread cannot run any more. A watchdog that is late does not set it after
+    the program has gone on.
     """
     global _deadline_of
-    if is_on and _deadline_of is None:
-        _deadline_of = job
-        end_after_exit_time()
-    elif not is_on and _deadline_of is job:
-        _deadline_of = None
-        faulthandler.cancel_dump_traceback_later()
+    with _setting_deadline:
+        if is_on and _deadline_of is None and not job.is_suspended:
+            _deadline_of = job
+            end_after_exit_time()
+        elif not is_on and _deadline_of is job:
+            _deadline_of = None
+            faulthandler.cancel_dump_traceback_later()
+
+
+def longest_exit_s() -> float:
+    """Return the seconds after which a process of a failed job has ended that does not go on."""
+    return settings().exit_s + _SPARE_S if settings().exit_s else math.inf
 
 
 def end_after_exit_time() -> None:

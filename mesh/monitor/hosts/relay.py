@@ -47,7 +47,14 @@ from ...text import ranks_text, shortened
 from ..diagnosis import diagnose
 from ..job import Job
 from ..recording.files import folder_prefix
-from ..recording.job_directory import JobDirectory, boot_id, may_span_hosts
+from ..recording.job_directory import (
+    JobDirectory,
+    boot_id,
+    is_dead,
+    is_local,
+    is_stopped,
+    may_span_hosts,
+)
 from ..store_values import (
     StoreValueError,
     bad_value,
@@ -151,6 +158,7 @@ class Relay:
         # how many collectives of a group have been compared with a neighbour's copy
         self._compared: dict[tuple[int, int], int] = {}
         self._over = threading.Event()
+        self._says_farewell, self._speaks_on = True, False
         self._thread = threading.Thread(target=self._run, name="shardmesh-relay", daemon=True)
 
     @property
@@ -166,6 +174,18 @@ class Relay:
         self._over.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(1.5 * _FAREWELL_S)
+
+    def speak_on(self) -> None:
+        """Publish for this host from here on though its ranks have stopped watching each other.
+
+        A rank that raised does so, too: it may be the only one that knows the verdict.
+        """
+        self._speaks_on = True
+
+    def leave(self) -> None:
+        """Stop at once: nobody waits for what this host would say last."""
+        self._says_farewell = False
+        self._over.set()
 
     # -- the thread of the store -------------------------------------------------------------------
 
@@ -183,7 +203,8 @@ class Relay:
                 self._try_to(self._exchange)
             else:
                 self._answered_at = self._look_clock
-        if self._others and (self._job.standing() is not None or not self._living()):
+        is_last = self._job.standing() is not None or not self._living()
+        if self._others and self._says_farewell and is_last:
             self._try_to(self._publish_last)
         self._store = None  # it may keep a server alive
 
@@ -246,7 +267,21 @@ class Relay:
 
     def _is_speaker(self) -> bool:
         """Return whether this rank publishes for its host: the lowest that can does."""
-        return self._directory.rank == min(self._living(), default=-1)
+        ranks = self._running() if self._speaks_on else self._living()
+        return self._directory.rank == min(ranks, default=-1)
+
+    def _running(self) -> list[int]:
+        """Return the ranks of this host whose processes run, and this one.
+
+        Heartbeats end when the job has failed and the program goes on.
+        """
+        own = self._directory.buffer
+        return [
+            buffer.words[Header.RANK]
+            for buffer in self._buffers()
+            if buffer is own
+            or (is_local(buffer) and not is_dead(buffer) and not is_stopped(buffer))
+        ]
 
     def _exchange(self) -> None:
         """Publish the state of this host, and fetch those of the others."""

@@ -1,0 +1,159 @@
+"""`Presence`: which ranks of an elastic job have ended, and which this one does not reach.
+
+    on this host       the number of its process and when that began
+    on another host    a connection to the port at which the rank serves its store:
+                         refused      nobody listens there any more: its process has ended
+                         accepted     it is there, or stopped
+                         no answer    it is cut off, or its host is down
+
+A store listens for as long as its process lives, so the system of the rank's host answers for it.
+"""
+
+from __future__ import annotations
+
+import errno
+import selectors
+import socket
+import time
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
+from enum import Enum, auto
+
+from ..monitor.startup.rank_info import RankInfo, machine
+from .rank_stores import StoreAddress
+
+_PROBE_S = 1.0  # for an answer: a host that is there answers within milliseconds
+_EVERY_S = 0.5  # between two probes
+_LONGEST_STEP_S = 0.5  # time in which this process itself did not run says nothing about others
+
+
+class Answer(Enum):
+    """What the host of a rank answers to a connection."""
+
+    ENDED = auto()
+    THERE = auto()
+    NONE = auto()
+
+
+class Presence:
+    """What a rank knows of the others.
+
+    Args:
+        rank: this rank.
+        infos: the process of each rank.
+        addresses: where each rank serves its store.
+        silent_s: seconds without an answer after which a host counts as cut off.
+        late_s: seconds after which a rank of another host counts as cut off that is there, and does
+            not do what this one waits for.
+
+    Attributes:
+        ended: ranks whose process has ended, as somebody has seen.
+        cut_off: ranks of other hosts that count as lost, though nobody has seen their end.
+        clock: seconds, without those in which this process did not run.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        infos: Mapping[int, RankInfo],
+        addresses: Mapping[int, StoreAddress],
+        silent_s: float,
+        late_s: float,
+    ) -> None:
+        self._rank, self._infos, self._addresses = rank, infos, addresses
+        self._silent_s, self._late_s = silent_s, late_s
+        self.ended: set[int] = set()
+        self.cut_off: set[int] = set()
+        self.clock = 0.0
+        self._looked_at = time.monotonic()
+        self._next_probe = 0.0
+        self._silent_since: dict[int, float] = {}
+
+    @property
+    def gone(self) -> set[int]:
+        """The ranks that count as lost."""
+        return self.ended | self.cut_off
+
+    def is_near(self, rank: int) -> bool:
+        """Return whether a rank is on this host."""
+        return self._infos[rank].machine == machine()
+
+    def near(self, ranks: Collection[int]) -> list[int]:
+        return [rank for rank in ranks if self.is_near(rank)]
+
+    def far(self, ranks: Collection[int]) -> list[int]:
+        return [rank for rank in ranks if not self.is_near(rank)]
+
+    def hear(self, ranks: Collection[int]) -> None:
+        """Note ranks whose end others have seen."""
+        self.ended |= set(ranks) & set(self._infos)
+
+    def suspect(self, ranks: Collection[int]) -> None:
+        """Note ranks that the monitor says are lost. Those of this host are looked up."""
+        self.cut_off |= {rank for rank in ranks if not self.is_near(rank)}
+
+    def look(self, ranks: Collection[int]) -> None:
+        """Look which of these ranks have ended or do not answer.
+
+        Ranks of other hosts are asked from time to time; that takes up to a second if one does not
+        answer.
+        """
+        now = time.monotonic()
+        self.clock += min(now - self._looked_at, _LONGEST_STEP_S)
+        self._looked_at = now
+        near = self.near(ranks)
+        self.ended |= {rank for rank in near if rank != self._rank and self._infos[rank].is_gone()}
+        far = set(ranks) - set(near) - self.ended
+        if far and self.clock >= self._next_probe:
+            self.probe(far)
+            self._next_probe = self.clock + _EVERY_S
+
+    def probe(self, ranks: Collection[int]) -> None:
+        """Ask ranks of other hosts, now."""
+        answers = ask({rank: self._addresses[rank] for rank in ranks})
+        for rank, answer in answers.items():
+            if answer is Answer.ENDED:
+                self.ended.add(rank)
+            elif answer is Answer.THERE:
+                self._silent_since.pop(rank, None)
+            elif self.clock - self._silent_since.setdefault(rank, self.clock) > self._silent_s:
+                host = self._infos[rank].machine
+                self.cut_off |= {r for r, info in self._infos.items() if info.machine == host}
+
+    def give_up_late(self, since: Mapping[int, float]) -> None:
+        """Count ranks of other hosts as cut off for which this one has waited for too long.
+
+        Args:
+            since: by rank, the time on `clock` from which on it has been waited for.
+        """
+        late = [rank for rank, start in since.items() if self.clock - start > self._late_s]
+        self.suspect(late)
+
+
+def ask(addresses: Mapping[int, StoreAddress]) -> dict[int, Answer]:
+    """Return what the hosts of these ranks answer to a connection, all at the same time."""
+    answers = dict.fromkeys(addresses, Answer.NONE)
+    deadline = time.monotonic() + _PROBE_S
+    with ExitStack() as stack:
+        selector = stack.enter_context(selectors.DefaultSelector())
+        for rank, address in addresses.items():
+            family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+            probe = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            probe.setblocking(False)
+            status = probe.connect_ex((address.host, address.port))
+            if status == errno.EINPROGRESS:
+                selector.register(probe, selectors.EVENT_WRITE, (rank, probe))
+            else:
+                answers[rank] = _answer(status)
+        while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                rank, probe = key.data
+                answers[rank] = _answer(probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
+                selector.unregister(probe)
+    return answers
+
+
+def _answer(status: int) -> Answer:
+    if status == 0:
+        return Answer.THERE
+    return Answer.ENDED if status == errno.ECONNREFUSED else Answer.NONE
