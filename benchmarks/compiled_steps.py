@@ -233,13 +233,13 @@ def on_process(size: Size, rounds: int, inductor: bool) -> dict[str, dict[str, F
     warnings.filterwarnings("ignore")
     logging.getLogger("torch").setLevel(logging.ERROR)
     sm.init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
-    found: dict[str, dict[str, Found]] = {}
+    results: dict[str, dict[str, Found]] = {}
     for form in FORMS:
-        mine = measure(form, size, dist.get_world_size(), rounds, inductor)
+        measured = measure(form, size, dist.get_world_size(), rounds, inductor)
         all_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(all_ranks, mine)
-        found[form.name] = {
-            name: Found.of_ranks([each[name] for each in all_ranks]) for name in mine
+        dist.all_gather_object(all_ranks, measured)
+        results[form.name] = {
+            name: Found.of_ranks([each[name] for each in all_ranks]) for name in measured
         }
         torch.compiler.reset()
-    return found
+    return results
