@@ -97,7 +97,13 @@ class Waiting:
                 for m in peers
             )
 
-        self.wait_until(recorder, sequence, have_called, longest_nap_s=_LONGEST_NAP_FOR_MESSAGE_S)
+        self.wait_until(
+            recorder,
+            sequence,
+            have_called,
+            longest_nap_s=_LONGEST_NAP_FOR_MESSAGE_S,
+            undiagnosed_ns=_LONG_NS,
+        )
         wrong = diagnose.wrong_route(self._job, recorder, sequence) if self._job.is_on else None
         if wrong is not None:
             raise self._job.failed(wrong)
@@ -126,27 +132,29 @@ class Waiting:
         is_done: Callable[[], bool],
         limit_ns: float = math.inf,
         longest_nap_s: float = _LONGEST_NAP_S,
+        undiagnosed_ns: int = 0,
     ) -> bool:
         """Wait until `is_done()` or the time limit; return `is_done()`. Raises: WatchError.
 
         Args:
             longest_nap_s: by so much the return may be late. Naps begin at 0.1 ms and grow.
+            undiagnosed_ns: how long to wait before the trace buffers of all ranks are read.
         """
         since = monotonic_ns()
         for _ in range(_SPINS):
             if is_done():
                 return True
         nap = _NAP_S
-        diagnosed = since
+        next_diagnosis = since + undiagnosed_ns
         with self._publish_blocked(recorder, sequence, since):
             while not is_done():
                 now = monotonic_ns()
                 if now - since > limit_ns:
                     return False
-                if now - diagnosed >= min(diagnosed - since, _DIAGNOSE_EVERY_NS):
+                if now >= next_diagnosis:
                     if not self._diagnose(recorder, sequence, since):
                         return False
-                    diagnosed = now
+                    next_diagnosis = now + min(now - since, _DIAGNOSE_EVERY_NS)
                 time.sleep(nap)
                 # leave the processors to the ranks that are waited for
                 nap = min(1.5 * nap, longest_nap_s)
