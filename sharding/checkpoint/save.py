@@ -329,6 +329,7 @@ def prepare_save(
         lease,
         ready,
         partial(_is_lost, world),
+        [name for name, leaf in state.leaves.items() if isinstance(leaf, ShardedTensor)],
     )
 
 
@@ -423,6 +424,7 @@ class SaveJob:
         lease: on rank 0, the lease of the folder of checkpoints.
         ready: waits until the leaves have their values; None if they have.
         is_lost: whether the process of a rank is known to have died.
+        sharded: the names of the leaves that are `ShardedTensor`s.
     """
 
     rank: int
@@ -439,6 +441,7 @@ class SaveJob:
     lease: Lease | None
     ready: Callable[[], None] | None = None
     is_lost: Callable[[int], bool] = lambda rank: False
+    sharded: Sequence[str] = ()
 
     def write(self) -> None:
         """Write and sync this rank's pieces, then their list."""
@@ -491,7 +494,8 @@ class SaveJob:
             for rank in range(self.world):
                 (self.unfinished / _list_file(rank)).unlink()
             path = self.unfinished / folders.MANIFEST
-            write_whole(path, manifest_of(self.step, self.world, self.structure, files))
+            manifest = manifest_of(self.step, self.world, self.structure, files, self.sharded)
+            write_whole(path, manifest)
             path = self.unfinished.parent
             retired = folders.commit_folder(self.unfinished, self.step, self.nonce)
             if self.keep is not None:
