@@ -18,7 +18,8 @@ TRITON := triton==3.7.1
 EXTRAS := viz,test,dev,docs,jax-oracle
 
 PY := .venv/bin/python
-PIP := $(PY) -m pip install --quiet --disable-pip-version-check
+# Byte code is written when a module is first imported, but for what every process imports, which $(READY) compiles.
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
 READY := .venv/ready
 FIND_PYTHON := for p in $(PYTHON) python3 python3.14 python3.13 python3.12 python3.11 python; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$p" && break; done
@@ -29,10 +30,12 @@ GPU_PIP := $(GPU_PY) -m pip install --quiet --disable-pip-version-check
 GPU_READY := .venv/gpu/ready
 
 # One worker more than cores, since some tests mostly wait, at most 16. Each gets the groups that take longest first (tests/tiers.py).
-# What they import may be kept compiled.
 CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 WORKERS := $(shell expr $(CORES) + 1)
-TEST := env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest -n $(WORKERS) --maxprocesses 16 --dist loadgroup --no-loadscope-reorder
+TEST := $(PY) -m pytest -n $(WORKERS) --maxprocesses 16 --dist loadgroup --no-loadscope-reorder
+
+# What is imported may be kept compiled, also where the environment says otherwise.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-fast test-all gpu-test docs lint clean
 
@@ -73,6 +76,7 @@ $(READY): pyproject.toml Makefile
 	if [ "$$(uname -s)" = Linux ]; then $(PIP) $(TRITON); fi
 	$(PIP) "setuptools>=77" numpy einops
 	$(PIP) --no-build-isolation --editable ".[$(EXTRAS)]"
+	cd .venv/lib/python3*/site-packages && ../../../bin/python -m compileall -q -j 0 torch sympy numpy
 	rm -rf .venv/src/shardmesh && mkdir -p .venv/src/shardmesh
 	cd .venv/src/shardmesh && ln -s ../../../shardmesh/* ../../../mesh ../../../sharding ../../../kernels .
 	touch $(READY)

@@ -3,9 +3,14 @@
     python benchmarks/compiled.py                     host time: four tensor-parallel MLP blocks, no
                                                       communication, about two minutes
     python benchmarks/compiled.py --processes 4       12 layers on gloo processes: TP + SP next to
-                                                      DTensor, FSDP next to FSDP2
+                                                      DTensor, FSDP next to FSDP2, and that with a
+                                                      mixture of experts in each layer
+    python benchmarks/compiled.py --processes 4 --form "FSDP, mixture of experts"
+                                                      one of the three
     python benchmarks/compiled.py --processes 4 --no-inductor
                                                       without Inductor, which compiles for minutes
+    python benchmarks/compiled.py --quick             that it runs: tiny, without Inductor; with or
+                                                      without --processes
     python benchmarks/compiled.py --json figures.json --markdown tables.md
 
 Host time: one process is rank 0 of 4 on torch's `fake` backend, where collectives return at once. A
@@ -16,13 +21,16 @@ tensors of the same shapes, without collectives. The implementations are interle
 On processes a step is that of the language model of `train.py` (forward, backward, AdamW), see
 compiled_steps.py. Times are medians; ratios of times are medians of the rounds' ratios. "recording"
 is the call in which `sm.jit` records a graph, runs its passes and compares them between ranks,
-without compiling it.
+without compiling it. "start" is what the first four steps took longer than four later ones:
+recording and compiling, with an empty folder for what Inductor keeps on disk, which the ranks
+share.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict
@@ -86,8 +94,12 @@ def step_of(
     return step
 
 
-def host_time(rounds: int) -> dict[str, float]:
-    """Return the microseconds of a step by implementation."""
+def host_time(rounds: int, inductor: bool) -> dict[str, float]:
+    """Return the microseconds of a step by implementation.
+
+    Args:
+        inductor: whether to measure what compiles.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
@@ -129,6 +141,8 @@ def host_time(rounds: int) -> dict[str, float]:
             sm.jit(eager, compiler_options={"cpp_wrapper": True}), x_sm
         ),
     }
+    if not inductor:
+        steps = {name: steps[name] for name in _WITHOUT_INDUCTOR}
     losses = {name: _value(step()[0]) for name, step in steps.items()}
     check({name: loss for name, loss in losses.items() if not name.startswith("plain")})
     for step in steps.values():
@@ -136,6 +150,9 @@ def host_time(rounds: int) -> dict[str, float]:
             step()
     found = {name: times.best * 1e6 for name, times in interleaved(steps, rounds=rounds).items()}
     return found | call_overhead(rounds)
+
+
+_WITHOUT_INDUCTOR = ("plain, eager", "DTensor, eager", "ours, eager", "ours, sm.jit, eager backend")
 
 
 def _same(y: Tensor) -> Tensor:
@@ -173,7 +190,15 @@ def check(losses: dict[str, float]) -> None:
 
 # -- processes -------------------------------------------------------------------------------------
 
-COLUMNS = ("implementation", "step ms", "calls", "MB received", "peak MB", "recording s")
+COLUMNS = (
+    "implementation",
+    "step ms",
+    "calls",
+    "MB received",
+    "peak MB",
+    "recording s",
+    "start s",
+)
 RATIO_COLUMNS = ("sm.jit compared with", "ratio", "goal")
 LONGEST_RECORDING = 10  # eager steps that a recording should take at most
 
@@ -187,6 +212,7 @@ def rows_of(found: dict[str, Found]) -> list[list[str]]:
             f"{x.received / 1e6:.2f}",
             f"{x.peak / 1e6:.2f}",
             f"{x.recording:.2f}",
+            f"{x.start:.2f}",
         ]
         for name, x in found.items()
     ]
@@ -233,11 +259,13 @@ def on_processes(options: argparse.Namespace) -> tuple[list[str], dict[str, Any]
         b=options.processes,
     )
     quiet = {"OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "99"}
-    found = sm.launch(
-        on_process, options.processes, (size, options.rounds, options.inductor), env=quiet
-    )[0]
+    forms = [form for form in FORMS if options.form in (None, form.name)]
+    with tempfile.TemporaryDirectory() as cache:
+        names = tuple(form.name for form in forms)
+        arguments = size, options.rounds, options.inductor, cache, names
+        found = sm.launch(on_process, options.processes, arguments, env=quiet)[0]
     tables, figures = [], {}
-    for form in FORMS:
+    for form in forms:
         rows, ratios = rows_of(found[form.name]), ratios_of(form, found[form.name])
         ratio_rows = [(what, f"{ratio:.2f}", f"{goal:.2f}") for what, ratio, goal in ratios]
         show(
@@ -259,7 +287,7 @@ def on_processes(options: argparse.Namespace) -> tuple[list[str], dict[str, Any]
 
 def host_times(options: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
     """Measure, print and return a table and the figures of host time."""
-    found = host_time(options.rounds)
+    found = host_time(options.rounds, options.inductor)
     rows = [(name, f"{value:,.1f}") for name, value in found.items()]
     show("A step as one graph", ("implementation", "us"), rows)
     return [markdown(("implementation", "us"), rows)], {"unit": "us", "steps": found}
@@ -274,18 +302,21 @@ def main(arguments: list[str] | None = None) -> None:
         help="train on this many gloo processes instead of measuring host time",
     )
     parser.add_argument("--rounds", type=int, help="40 for host time, 10 on processes")
-    parser.add_argument("--layers", type=int, default=12, help="on processes")
-    parser.add_argument("--width", type=int, default=256, help="of the model, on processes")
+    parser.add_argument("--layers", type=int, help="on processes; 12")
+    parser.add_argument("--width", type=int, help="of the model, on processes; 256")
+    parser.add_argument("--form", choices=[form.name for form in FORMS], help="on processes")
     parser.add_argument(
-        "--inductor",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="on processes, also what compiles",
+        "--inductor", action=argparse.BooleanOptionalAction, help="also what compiles; yes"
     )
+    parser.add_argument("--quick", action="store_true", help="two rounds, tiny, without Inductor")
     parser.add_argument("--json")
     parser.add_argument("--markdown")
     options = parser.parse_args(arguments)
-    options.rounds = options.rounds or (10 if options.processes else 40)
+    options.rounds = options.rounds or (2 if options.quick else 10 if options.processes else 40)
+    options.layers = options.layers or (2 if options.quick else 12)
+    options.width = options.width or (16 if options.quick else 256)
+    if options.inductor is None:
+        options.inductor = not options.quick
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     torch.set_num_threads(1)
     tables, figures = (on_processes if options.processes else host_times)(options)

@@ -16,7 +16,8 @@ import os
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,9 +41,11 @@ import shardmesh as sm
 
 TOLERANCE = 1e-4  # of losses, relative
 FIRST_STEPS = 4  # two until the optimizer has its state and a graph is recorded, two that run it
+EXPERTS = 8
 OURS = "ours, eager"
 EAGER_BACKEND = "ours, sm.jit, eager backend"
 INDUCTOR = "ours, sm.jit, Inductor"
+UNCHECKED = ", check_state=False"  # of the best backend that is measured
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class Form:
         theirs: implementations of torch, by name.
         peer: the one that `sm.jit` is compared with, and what the ratios of times to it and to
             ours, eager, should be.
+        has_experts: whether the layers' MLPs are mixtures of experts.
     """
 
     name: str
@@ -61,6 +65,7 @@ class Form:
     theirs: dict[str, Callable[[Setup], Training]]
     peer: str
     goals: tuple[float, float]
+    has_experts: bool = False
 
 
 def compiled_tensor_parallel(setup: Setup) -> Training:
@@ -81,6 +86,14 @@ _FSDP2S = {
 FORMS = (
     Form("TP + SP", our_tensor_parallel, _DTENSORS, DTENSOR, (0.5, 0.85)),
     Form("FSDP", lambda setup: our_fsdp(setup, True), _FSDP2S, FSDP2, (0.8, 0.9)),
+    Form(
+        "FSDP, mixture of experts",
+        lambda setup: our_fsdp(setup, True),
+        _FSDP2S,
+        FSDP2,
+        (0.8, 0.9),
+        has_experts=True,
+    ),
 )
 
 
@@ -94,6 +107,8 @@ class Found:
         calls, received: collectives of a step, and the bytes that they bring.
         peak: the most bytes allocated in a step above what was before it.
         recording: of a graph, the seconds of the call that records it.
+        start: seconds of the first steps, to the first that runs compiled code and one after it,
+            above what as many later steps take: recording and compiling, with nothing on disk.
     """
 
     times: Times
@@ -101,13 +116,14 @@ class Found:
     received: int
     peak: int
     recording: float = 0.0
+    start: float = 0.0
 
     @staticmethod
     def of_ranks(each: list[Found]) -> Found:
         """Return what was found on all ranks."""
         most = {
             name: max(getattr(one, name) for one in each)
-            for name in ("calls", "received", "peak", "recording")
+            for name in ("calls", "received", "peak", "recording", "start")
         }
         return Found(slowest([one.times for one in each]), **most)
 
@@ -124,6 +140,12 @@ class Steps:
             self._eagerly if backend is None else sm.jit(update, backend=backend, **options)
         )
         self.recording = 0.0
+
+    def first(self) -> tuple[list[float], float]:
+        """Make the first steps; return their losses and how many seconds they took."""
+        start = time.perf_counter()
+        losses = [loss_of_batch(self.step()) for _ in range(FIRST_STEPS)]
+        return losses, time.perf_counter() - start
 
     def _eagerly(self, inputs: Any, targets: Any) -> Tensor:
         with self._training.context():
@@ -153,13 +175,19 @@ def _updated(
     return update
 
 
-def measure(form: Form, size: Size, ranks: int, rounds: int, inductor: bool) -> dict[str, Found]:
+def measure(
+    form: Form, size: Size, ranks: int, rounds: int, inductor: bool, cache: str
+) -> dict[str, Found]:
     """Measure all implementations of a form on this rank; all ranks call it.
+
+    Args:
+        cache: an empty folder, in which each implementation has one for what Inductor compiles.
 
     Raises: RuntimeError if their losses differ.
     """
-    setup = Setup(size, ranks)
+    setup = Setup(replace(size, experts=EXPERTS) if form.has_experts else size, ranks)
     backends = {EAGER_BACKEND: "eager"} | ({INDUCTOR: "inductor"} if inductor else {})
+    best, backend = list(backends.items())[-1]
     steps = {
         name: Steps(make(setup))
         for name, make in form.theirs.items()
@@ -168,16 +196,25 @@ def measure(form: Form, size: Size, ranks: int, rounds: int, inductor: bool) -> 
     steps |= {OURS: Steps(form.ours(setup))} | {
         name: Steps(form.ours(setup), backend) for name, backend in backends.items()
     }
-    losses = {
-        name: [loss_of_batch(one.step()) for _ in range(FIRST_STEPS)] for name, one in steps.items()
-    }
+    steps[best + UNCHECKED] = Steps(form.ours(setup), backend, check_state=False)
+    losses, first = {}, {}
+    for i, (name, one) in enumerate(steps.items()):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(cache) / f"{form.name} {i}")
+        dist.barrier()
+        losses[name], first[name] = one.first()
     check_losses(losses)
     peaks = {name: peak_of(one.step) for name, one in steps.items()}
     sent = {name: collectives_of(one.step, name in form.theirs) for name, one in steps.items()}
     calls: dict[str, Call] = {name: one.step for name, one in steps.items()}
     times = interleaved(calls, rounds=rounds, batch_s=0, together=dist.barrier)
     return {
-        name: Found(times[name], *sent[name], peaks[name], one.recording)
+        name: Found(
+            times[name],
+            *sent[name],
+            peaks[name],
+            one.recording,
+            first[name] - FIRST_STEPS * times[name].median,
+        )
         for name, one in steps.items()
     }
 
@@ -225,8 +262,10 @@ def _peak_of_one(call: Call) -> int:
     return most
 
 
-def on_process(size: Size, rounds: int, inductor: bool) -> dict[str, dict[str, Found]]:
-    """Measure all forms, as every process does; what was found on all of them."""
+def on_process(
+    size: Size, rounds: int, inductor: bool, cache: str, forms: tuple[str, ...]
+) -> dict[str, dict[str, Found]]:
+    """Measure forms, as every process does; what was found on all of them."""
     # After DTensor, gloo's threads now and then abort a process that takes its interpreter down.
     atexit.register(os._exit, 0)
     torch.set_num_threads(1)
@@ -235,11 +274,13 @@ def on_process(size: Size, rounds: int, inductor: bool) -> dict[str, dict[str, F
     sm.init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
     found: dict[str, dict[str, Found]] = {}
     for form in FORMS:
-        mine = measure(form, size, dist.get_world_size(), rounds, inductor)
+        if form.name not in forms:
+            continue
+        on_rank = measure(form, size, dist.get_world_size(), rounds, inductor, cache)
         all_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(all_ranks, mine)
+        dist.all_gather_object(all_ranks, on_rank)
         found[form.name] = {
-            name: Found.of_ranks([each[name] for each in all_ranks]) for name in mine
+            name: Found.of_ranks([each[name] for each in all_ranks]) for name in on_rank
         }
         torch.compiler.reset()
     return found

@@ -16,7 +16,11 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Size:
-    """Shapes of the model and of the global batch."""
+    """Shapes of the model and of the global batch.
+
+    Attributes:
+        experts: of the mixture that each MLP is; 0 for one MLP.
+    """
 
     layers: int
     d: int
@@ -25,6 +29,7 @@ class Size:
     s: int
     b: int
     vocabulary: int = 256
+    experts: int = 0
 
 
 class Attention(nn.Module):
@@ -66,13 +71,47 @@ class MLP(nn.Module):
         return self.down(F.silu(self.gate(x_bsd)) * self.up(x_bsd))
 
 
+CHOICES = 2  # experts of a token
+
+
+class Mixture(nn.Module):
+    """Experts that are SwiGLUs, of which each token chooses two.
+
+    Rows are sorted by expert and multiplied in groups, as transformers' "grouped_mm" experts do, so
+    that no shape depends on values. Tensor names: n rows, x expert.
+    """
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.router = nn.Linear(size.d, size.experts, bias=False)
+        self.gate_up_xdf = nn.Parameter(torch.empty(size.experts, size.d, 2 * size.f))
+        self.down_xfd = nn.Parameter(torch.empty(size.experts, size.f, size.d))
+        for w in (self.gate_up_xdf, self.down_xfd):
+            nn.init.normal_(w, std=w.shape[1] ** -0.5)
+
+    def forward(self, x_bsd: Tensor) -> Tensor:
+        x_nd = x_bsd.flatten(0, 1)
+        weights_nc, experts_nc = self.router(x_nd).softmax(-1).topk(CHOICES, sorted=False)
+        experts = experts_nc.flatten()
+        order = experts.argsort(stable=True)
+        rows = order // CHOICES
+        is_chosen = experts[:, None] == torch.arange(len(self.down_xfd), device=x_nd.device)
+        ends = is_chosen.sum(0).cumsum(0).int()
+        hidden = F.grouped_mm(x_nd[rows], self.gate_up_xdf, offs=ends)
+        gate, up = hidden.chunk(2, dim=-1)
+        y = F.grouped_mm(F.silu(gate) * up, self.down_xfd, offs=ends)
+        weighted = y * weights_nc.flatten()[order, None]
+        return torch.zeros_like(x_nd).index_add(0, rows, weighted).view_as(x_bsd)
+
+
 class Block(nn.Module):
     """A transformer layer."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.attention_norm, self.mlp_norm = (nn.RMSNorm(size.d, eps=1e-6) for _ in range(2))
-        self.attention, self.mlp = Attention(size), MLP(size)
+        self.attention = Attention(size)
+        self.mlp = Mixture(size) if size.experts else MLP(size)
 
     def forward(self, x_bsd: Tensor, rotary_se: Tensor) -> Tensor:
         x_bsd = x_bsd + self.attention(self.attention_norm(x_bsd), rotary_se)

@@ -38,9 +38,9 @@ from .strided import (
     Table,
     View,
     alignment,
+    cached_tables,
     make_tables,
     merge_views,
-    remembered,
 )
 
 # kernels take the factor as float32
@@ -360,7 +360,7 @@ def _launch(
         return make_tables(placed, to_flat, itemsizes, aligned, raw)
 
     ours = tensors[0] if len(tensors) == 1 else list(tensors)
-    for table in remembered(views, (halved, to_flat, itemsizes, aligned, raw), make):
+    for table in cached_tables(views, (halved, to_flat, itemsizes, aligned, raw), make):
         launch(table, *((ours, flat) if to_flat else (flat, ours)), scale=scale)
 
 

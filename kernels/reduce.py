@@ -27,9 +27,9 @@ from .strided import (
     Table,
     View,
     alignment,
+    cached_tables,
     make_tables,
     merge_views,
-    remembered,
 )
 
 # box of the tensor -> the starts of its contributions in the buffer
@@ -130,7 +130,7 @@ def _launch(combines: Sequence[Combine], flat: Tensor, outs: Sequence[Tensor]) -
         placed = [p._replace(tensor=i) for i, c in enumerate(combines) for p in c.placed]
         return make_tables(placed, False, itemsizes, aligned, raw=False)
 
-    for table in remembered(combines, (itemsizes, aligned), make):
+    for table in cached_tables(combines, (itemsizes, aligned), make):
         launch(table, flat, outs[0] if len(outs) == 1 else list(outs), combines[0].kind)
 
 

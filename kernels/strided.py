@@ -131,7 +131,7 @@ _MOST_KNOWN = 4096
 _known: dict[tuple, tuple[Sequence[object], list[Table]]] = {}
 
 
-def remembered(
+def cached_tables(
     owners: Sequence[object], key: tuple, make: Callable[[], list[Table]]
 ) -> list[Table]:
     """Return the tables of these objects, cached by identity, which is faster than by value."""

@@ -11,6 +11,10 @@ Bytes moved: each element is read once for each part and written once, plus some
 for each program, from the cache. Against torch, which takes one launch per view (`copy_`), and one
 more pass over memory, read and written, for each of cast, scale and sum; a copy of one contiguous
 range is left to torch (a device-to-device memcpy).
+
+A row of the table (`strided.Column`) is one view: batches of equal planes, a plane of runs. Each
+program finds its row (`find_row`), its batch (`batch_offsets`) and where its lanes are in the plane
+(`_lane_offsets`); then `move_rows` or `move_tiles` moves what is there.
 """
 
 # The language of kernels is not quite Python:
@@ -35,6 +39,7 @@ from .transfer.device_copies import DeviceCopies
 
 # the columns of a table
 COLUMNS = tl.constexpr(strided.COLUMNS)
+FIRST_PROGRAM = tl.constexpr(Column.FIRST_PROGRAM.value)
 TENSOR = tl.constexpr(Column.TENSOR.value)
 SRC = tl.constexpr(Column.SRC.value)
 DST = tl.constexpr(Column.DST.value)
@@ -72,11 +77,15 @@ def find_row(table, ROWS: tl.constexpr):
         row = table + _last_not_after(table, program, ROWS // ROWS_AT_ONCE, COLUMNS)
     else:
         row = table + _last_not_after(table, program, ROWS, COLUMNS)
-    return row, program - tl.load(row)
+    return row, program - tl.load(row + FIRST_PROGRAM)
 
 
 @triton.jit
 def _last_not_after(table, program, COUNT: tl.constexpr, STEP: tl.constexpr):
+    """Return where the last row begins whose first program is this one or an earlier one.
+
+    Of COUNT rows that are STEP words apart.
+    """
     firsts = tl.load(table + tl.arange(0, COUNT) * STEP)
     return (tl.sum((firsts <= program).to(tl.int32)) - 1) * STEP
 
@@ -172,11 +181,14 @@ def unit_offsets(
 def move_words(src, dst, left, is_first, GROUP: tl.constexpr):
     """Copy groups of elements of 1 or 2 bytes, wherever they begin, as words of 8 bytes.
 
-    The words are aligned in the destination.
+    The words are aligned in the destination. Each is made of the two aligned words of the source
+    that its bytes are in, so at most 7 bytes around a run are read:
 
-    A word is made of the two aligned words of the source that its bytes are in, so at most 7 bytes
-    around a run are read. A group writes all words that begin in it, if the run ends after them;
-    what is before the first word and after the last of a run is moved by elements.
+        source         |a b c d e f g h|i j k l m n o p|        the words low and high
+        destination         |d e f g h i j k|                   low >> shift | high << (64 - shift)
+
+    A group writes all words that begin in it, if the run ends after them; what is before the first
+    word and after the last of a run is moved by elements.
 
     Args:
         src, dst: [LANES], where the groups begin.
@@ -186,23 +198,26 @@ def move_words(src, dst, left, is_first, GROUP: tl.constexpr):
     """
     BYTES: tl.constexpr = src.dtype.element_ty.primitive_bitwidth // 8
     WORDS: tl.constexpr = GROUP * BYTES // 8
-    to, count = dst.to(tl.int64)[:, None], (left * BYTES)[:, None]
-    head = (8 - to.to(tl.int32)) & 7
-    words = tl.minimum((count - head) >> 3, WORDS)
-    start = src.to(tl.int64)[:, None] + head
-    shift = (start & 7) * 8
+    dst_byte = dst.to(tl.int64)[:, None]
+    bytes_left = (left * BYTES)[:, None]
+    head = (8 - dst_byte.to(tl.int32)) & 7  # bytes before the first word
+    words = tl.minimum((bytes_left - head) >> 3, WORDS)
+    src_byte = src.to(tl.int64)[:, None] + head
+    shift = (src_byte & 7) * 8
     word = tl.arange(0, WORDS)[None, :]
     inside = word < words
-    pair = (start & -8).to(tl.pointer_type(tl.uint64)) + word
-    low = tl.load(pair, mask=inside)
-    high = tl.load(pair + 1, mask=inside & (shift != 0), other=0)
-    at = tl.arange(0, 16 // BYTES)[None, :] * BYTES
-    edge = tl.where(at < 8, at, at - 8 + head + tl.maximum(words, 0) * 8)
-    is_edge = tl.where(at < 8, is_first[:, None] & (at < head), words < WORDS) & (edge < count)
+    low_word = (src_byte & -8).to(tl.pointer_type(tl.uint64)) + word
+    low = tl.load(low_word, mask=inside)
+    high = tl.load(low_word + 1, mask=inside & (shift != 0), other=0)
+    # up to 8 bytes before the first word of the run, and up to 8 after its last
+    byte = tl.arange(0, 16 // BYTES)[None, :] * BYTES
+    edge = tl.where(byte < 8, byte, byte - 8 + head + tl.maximum(words, 0) * 8)
+    is_edge = tl.where(byte < 8, is_first[:, None] & (byte < head), words < WORDS)
+    is_edge = is_edge & (edge < bytes_left)
     value = tl.load(src[:, None] + edge // BYTES, mask=is_edge)
     tl.store(
-        (to + head).to(tl.pointer_type(tl.uint64)) + word,
-        (low >> shift) | ((high << 1) << (63 - shift)),
+        (dst_byte + head).to(tl.pointer_type(tl.uint64)) + word,
+        (low >> shift) | ((high << 1) << (63 - shift)),  # in two steps: none shifts by 64
         mask=inside,
     )
     tl.store(dst[:, None] + edge // BYTES, value, mask=is_edge)
@@ -240,6 +255,15 @@ def move_rows(
     ALIGNED: tl.constexpr,
     SCALED: tl.constexpr,
 ):
+    """Copy, cast, scale or combine the views of the table: their elements that this program has.
+
+    Args:
+        ROWS: of the table.
+        LANES, UNIT, GROUP: a program has so many lanes; a lane moves a unit, or a group of them.
+        PARTS, KIND: how many values are combined for an element, and how.
+        WIDE: whether offsets inside a plane need 64 bits.
+        SRC_MANY, DST_MANY: whether rows say in which tensor that side is.
+    """
     row, index = find_row(table, ROWS)
     # programs that run together take the same position of different batches, which often share
     # cache lines
@@ -319,9 +343,20 @@ def move_tiles(
     ALIGNED: tl.constexpr,
     SCALED: tl.constexpr,
 ):
+    """Copy, cast or scale one tile of runs.
+
+    Those along I follow each other in the source, those along J in the destination.
+
+    Args:
+        ALONG_I, ALONG_J: runs of a tile.
+        RUN, PADDED: words of a run, and the power of two that it counts as.
+        UNIT_I, UNIT_J: words of a unit of the source, and of the destination.
+        others: as in `move_rows`.
+    """
     row, index = find_row(table, ROWS)
     index = index.to(tl.uint32)
-    tiles, tiles_j = tl.load(row + PROGRAMS).to(tl.uint32), tl.load(row + J_PROGRAMS).to(tl.uint32)
+    tiles = tl.load(row + PROGRAMS).to(tl.uint32)
+    tiles_j = tl.load(row + J_PROGRAMS).to(tl.uint32)
     tile = index % tiles
     src_batch, dst_batch = batch_offsets(row, index // tiles)
     i0, j0 = (tile // tiles_j).to(tl.int32) * ALONG_I, (tile % tiles_j).to(tl.int32) * ALONG_J
@@ -335,19 +370,19 @@ def move_tiles(
     left_i = (tl.load(row + I_WORDS) * UNIT_I).to(tl.int32) - i0 * PADDED
     left_j = (tl.load(row + J_WORDS) * UNIT_J).to(tl.int32) - j0 * PADDED
     i, j = tl.arange(0, ALONG_I)[:, None], tl.arange(0, ALONG_J)[:, None]
-    at, inside = _along(left_i, ALONG_I, RUN, PADDED)
-    value = tl.load(src + at + j * stride_j, mask=inside & (j * PADDED < left_j))
+    word, inside = _words_of_runs(left_i, ALONG_I, RUN, PADDED)
+    value = tl.load(src + word + j * stride_j, mask=inside & (j * PADDED < left_j))
     if SCALED:
         value = widened(value) * scale
     value = cast(value, dst.dtype.element_ty)
     value = tl.permute(tl.reshape(value, (ALONG_J, ALONG_I, PADDED)), (1, 0, 2))
     value = tl.reshape(value, (ALONG_I, ALONG_J * PADDED))
-    at, inside = _along(left_j, ALONG_J, RUN, PADDED)
-    tl.store(dst + at + i * stride_i, value, mask=inside & (i * PADDED < left_i))
+    word, inside = _words_of_runs(left_j, ALONG_J, RUN, PADDED)
+    tl.store(dst + word + i * stride_i, value, mask=inside & (i * PADDED < left_i))
 
 
 @triton.jit
-def _along(left, RUNS: tl.constexpr, RUN: tl.constexpr, PADDED: tl.constexpr):
+def _words_of_runs(left, RUNS: tl.constexpr, RUN: tl.constexpr, PADDED: tl.constexpr):
     """[1, words]: offsets of the words of consecutive runs, and which belong to the view."""
     word = tl.arange(0, RUNS * PADDED)[None, :]
     if RUN == PADDED:
@@ -366,9 +401,7 @@ def launch(
     kind: str = "sum",
     scale: float | None = None,
 ) -> None:
-    """`launch(table, src, dst)`: copy the table's views.
-
-    From or to several tensors if a list is given.
+    """`launch(table, src, dst)`: copy the table's views. A list stands for several tensors.
 
     Args:
         src, dst: with the dtypes and the alignment that the table was made for.
@@ -398,9 +431,7 @@ def run(
     scale: float | None,
     many: tuple[bool, bool],
 ) -> None:
-    """`run(table, src, dst, pointers, reduction, scale, many)`: as `launch`.
-
-    With addresses that are on the device already.
+    """`run(table, src, dst, pointers, ...)`: as `launch`, with addresses on the device already.
 
     Args:
         src, dst: of the side that has many tensors, one of their dtype.

@@ -30,7 +30,7 @@ from .comm.group import Group
 from .comm.group_backend import DEFAULT, FAKE, GroupBackend, as_group_backend, backends_of_axes
 from .comm.thread_context import thread_context
 from .comm.world import World
-from .launch.environment import unconnected
+from .launch.environment import hint_if_unconnected
 from .launch.process_groups import local_device, start_processes
 from .monitor.startup import same_mesh
 from .monitor.torch_calls import hooks
@@ -658,7 +658,7 @@ def init_device_mesh(
     backends = backends_of_axes(backend_override, names)
     world = thread_context.world or start_processes(device_type, backend)
     if prod(shape) != world.size:
-        hint = unconnected(os.environ) if world.size == 1 else ""
+        hint = hint_if_unconnected(os.environ) if world.size == 1 else ""
         raise errors.shape_does_not_fit_world(
             f"({axes_text(shape, names)})", prod(shape), world.size, hint
         )

@@ -115,14 +115,16 @@ class Forked:
 
     Args:
         modules: modules that the server imports before it forks.
+        prefix: of the command that starts the server, such as one that enters another host; by
+            default one that gives it mounts of its own, if the system allows it.
     """
 
-    def __init__(self, *modules: str) -> None:
+    def __init__(self, *modules: str, prefix: Sequence[str] | None = None) -> None:
         settings = ("SHARDMESH_", "TORCHELASTIC_", "PYTEST_")
         env = {name: value for name, value in os.environ.items() if not name.startswith(settings)}
         env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-        prefix = _unshared()
-        self.can_mount = bool(prefix)
+        self.can_mount = prefix is None and bool(_unshared())
+        prefix = _unshared() if prefix is None else prefix
         self.folder = tempfile.TemporaryDirectory(prefix="shardmesh-forked-")
         self._server = subprocess.Popen(
             [*prefix, sys.executable, "-m", "tests.forked", *modules],

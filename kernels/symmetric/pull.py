@@ -40,19 +40,19 @@ class Pull:
         key = (out.stride(), out.dtype, dtype, aligned, scale is None, rank, size)
         if key not in self._tables:
             raw = dtype == out.dtype and scale is None
-            placed = self._placed(out.stride(), rank, size)
+            placed = self._copies_in_turn(out.stride(), rank, size)
             self._tables[key] = make_tables(
                 placed, False, (dtype.itemsize, out.dtype.itemsize), aligned, raw
             )
         return self._tables[key]
 
-    def _placed(self, strides: Sequence[int], rank: int, size: int) -> list[PlacedView]:
+    def _copies_in_turn(self, strides: Sequence[int], rank: int, size: int) -> list[PlacedView]:
         """Return the copies, those from the next rank first.
 
         So at any time each rank is read by one other, not one by all.
         """
         in_turn = sorted(self.sources.items(), key=lambda item: (item[1][0][0] - rank) % size)
-        return [_placed(strides, box, places) for box, places in in_turn]
+        return [_copy_of_box(strides, box, places) for box, places in in_turn]
 
 
 def compile_pull(
@@ -173,7 +173,7 @@ def _check_out(pull: Pull, out: Tensor, dtype: torch.dtype, scale: float | None)
         )
 
 
-def _placed(strides: Sequence[int], box: Box, places: Sequence[Place]) -> PlacedView:
+def _copy_of_box(strides: Sequence[int], box: Box, places: Sequence[Place]) -> PlacedView:
     shape = box_shape(box)
     origin = sum(o * s for o, s in zip(box_origin(box), strides, strict=True))
     sizes, steps, flat_steps = merge_views(shape, strides, row_major_strides(shape))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ..launch.environment import completed, launchers_of
+from ..launch.environment import complete_environment, launchers_of
 from ..network import Network, network
 from ..text import is_secret, whole_number
 from ..version import __version__
@@ -84,7 +84,7 @@ class Place:
     @staticmethod
     def of(env: Mapping[str, str]) -> Place:
         """Return the variables' values; invalid ones are unset (`checks.launcher` reports them)."""
-        env = completed(env)
+        env = complete_environment(env)
         size = max(1, number(env, "WORLD_SIZE", 1))
         hosts = max(1, number(env, "SLURM_STEP_NUM_NODES", 1))
         local = min(size, max(1, number(env, "LOCAL_WORLD_SIZE", -(-size // hosts))))

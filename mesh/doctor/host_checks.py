@@ -7,7 +7,7 @@ from math import inf
 
 from ..comm.recording.trace_buffer import BUFFER_BYTES
 from ..errors import LaunchEnvironmentError
-from ..launch.environment import completed, device_index, visible
+from ..launch.environment import complete_environment, device_index, visible
 from ..text import whole_number
 from .facts import Facts, number
 from .findings import Finding, fault, ok, size_text, warning
@@ -138,7 +138,7 @@ def used_device(facts: Facts) -> int:
 
 def own_device(facts: Facts) -> Finding:
     """Return which device this process uses, by which variables."""
-    env = completed(facts.env)
+    env = complete_environment(facts.env)
     devices = facts.devices.usable
     if not devices:
         return ok("none: no GPU")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from ..errors import LaunchEnvironmentError
-from ..launch.environment import REQUIRED, completed, launch_environment, launchers_of
+from ..launch.environment import REQUIRED, complete_environment, launch_environment, launchers_of
 from ..network import Interface, is_loopback
 from ..settings import from_environment
 from ..text import shortened, whole_number
@@ -55,7 +55,7 @@ def _alone(facts: Facts, numbers: Mapping[str, str]) -> Finding:
 
 
 def _wrong_local_number(facts: Facts) -> Finding | None:
-    env = completed(facts.env)
+    env = complete_environment(facts.env)
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         if whole_number(env.get(name, "0")) is None:
             return fault(f"{name}={shortened(env[name])!r} is not a number", _AGAIN)
@@ -63,7 +63,7 @@ def _wrong_local_number(facts: Facts) -> Finding | None:
 
 
 def _local_contradiction(facts: Facts) -> Finding | None:
-    env, place = completed(facts.env), facts.place
+    env, place = complete_environment(facts.env), facts.place
     local = number(env, "LOCAL_WORLD_SIZE", place.size)
     if place.local_rank < local <= place.size:
         return None

@@ -30,6 +30,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from ..comm.agreement import gather_facts
 from ..comm.recording.recorder import CommTag
+from ..comm.recording.trace_buffer import Header
 from ..comm.world import World
 from ..errors import LaunchEnvironmentError, WatchError
 from ..launch.session import abandon_groups
@@ -159,9 +160,9 @@ class Membership:
         self._world_members = self.member.members  # by their ranks in the current world
         # those of the last epoch that all of its members have confirmed
         self._electorate = self.member.members
-        self._prepare()
         self._store, self._infos, self._addresses = self._introduce()
         self._presence = Presence(world.rank, self._infos, self._addresses, *_patience(monitor))
+        self._prepare()
         if world.rank == 0 and default_store() is not None:
             joining.register(default_store(), self._job, self._announcements())
 
@@ -374,6 +375,10 @@ class Membership:
             is_over = verdict is not None and verdict.is_interruption
             if is_over or self.world.rank in lost:  # other hosts go on without this rank
                 raise error
+            for rank, member in enumerate(self._world_members):
+                buffer = monitor.directory.buffer_of(rank)
+                if buffer is not None:
+                    self._presence.note_heard(member, buffer.words[Header.HEARTBEAT] / 1e9)
             self._presence.suspect([self._world_members[rank] for rank in lost])
             self._note_failure(error, monitor)
             self._suspend()
@@ -620,6 +625,13 @@ class Membership:
         self.world.connect_s = _CONNECT_S
         if self._monitor is not None:
             self._monitor.deaf_s = math.inf  # then it is SHARDMESH_EXIT_S
+            self._monitor.ended_elsewhere = self._ended_elsewhere
+
+    def _ended_elsewhere(self) -> list[int]:
+        """Return ranks of the current world that have ended on other hosts."""
+        presence = self._presence
+        presence.look(presence.far(self._world_members))
+        return [r for r, member in enumerate(self._world_members) if member in presence.ended]
 
     def _wait_for_members(self) -> None:
         """Wait until all members have adopted the decision.

@@ -7,6 +7,8 @@
                          no answer    it is cut off, or its host is down
 
 A store listens for as long as its process lives, so the system of the rank's host answers for it.
+That a process has ended means that it has not gone on without this rank only if it was heard of a
+short time before: others count this rank as lost when they have not heard of it for much longer.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from .rank_stores import StoreAddress
 _PROBE_S = 1.0  # for an answer: a host that is there answers within milliseconds
 _EVERY_S = 0.5  # between two probes
 _LONGEST_STEP_S = 0.5  # time in which this process itself did not run says nothing about others
+_SHARE = 0.5  # share of the time until a host counts as silent in which its end must be seen
 
 
 class Answer(Enum):
@@ -47,7 +50,7 @@ class Presence:
             not do what this one waits for.
 
     Attributes:
-        ended: ranks whose process has ended, as somebody has seen.
+        ended: ranks whose process has ended, without having gone on without this rank.
         cut_off: ranks of other hosts that count as lost, though nobody has seen their end.
         clock: seconds, without those in which this process did not run.
     """
@@ -68,6 +71,7 @@ class Presence:
         self._looked_at = time.monotonic()
         self._next_probe = 0.0
         self._silent_since: dict[int, float] = {}
+        self._heard_at = dict.fromkeys(infos, time.monotonic())
 
     @property
     def gone(self) -> set[int]:
@@ -88,9 +92,20 @@ class Presence:
         """Note ranks whose end others have seen."""
         self.ended |= set(ranks) & set(self._infos)
 
+    def note_heard(self, rank: int, at: float) -> None:
+        """Note when the monitor has last heard of a rank, on the clock of `time.monotonic`."""
+        self._heard_at[rank] = max(self._heard_at[rank], at)
+
     def suspect(self, ranks: Collection[int]) -> None:
-        """Note ranks that the monitor says are lost. Those of this host are looked up."""
-        self.cut_off |= {rank for rank in ranks if not self.is_near(rank)}
+        """Look at ranks that the monitor says are lost.
+
+        Those of other hosts are asked once more: one that is there may have lost only what the
+        monitor hears of it by.
+        """
+        self.look(self.near(ranks))
+        far = set(self.far(ranks)) - self.ended
+        self.probe(far)
+        self.cut_off |= far.intersection(self._silent_since)
 
     def look(self, ranks: Collection[int]) -> None:
         """Look which of these ranks have ended or do not answer.
@@ -111,10 +126,13 @@ class Presence:
     def probe(self, ranks: Collection[int]) -> None:
         """Ask ranks of other hosts, now."""
         answers = ask({rank: self._addresses[rank] for rank in ranks})
+        now = time.monotonic()
         for rank, answer in answers.items():
             if answer is Answer.ENDED:
-                self.ended.add(rank)
+                is_fresh = now - self._heard_at[rank] < _SHARE * self._silent_s
+                (self.ended if is_fresh else self.cut_off).add(rank)
             elif answer is Answer.THERE:
+                self._heard_at[rank] = now
                 self._silent_since.pop(rank, None)
             elif self.clock - self._silent_since.setdefault(rank, self.clock) > self._silent_s:
                 host = self._infos[rank].machine
@@ -127,7 +145,7 @@ class Presence:
             since: by rank, the time on `clock` from which on it has been waited for.
         """
         late = [rank for rank, start in since.items() if self.clock - start > self._late_s]
-        self.suspect(late)
+        self.cut_off.update(self.far(late))
 
 
 def ask(addresses: Mapping[int, StoreAddress]) -> dict[int, Answer]:

@@ -91,7 +91,8 @@ def _exit() -> None:
 
     A remaining thread of torch occasionally aborts the process there.
     """
-    threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing does: it also lets the workers of thread pools end
+    # as multiprocessing does: it also lets the workers of thread pools end
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

@@ -76,7 +76,7 @@ def launchers_of(env: Mapping[str, str], least: int = 2) -> list[Launcher]:
     ]
 
 
-def unconnected(env: Mapping[str, str]) -> str:
+def hint_if_unconnected(env: Mapping[str, str]) -> str:
     """Return what to set if a launcher started processes that do not know of each other."""
     launchers = launchers_of(env)
     if not launchers or launch_environment(env) is not None:
@@ -89,7 +89,7 @@ def unconnected(env: Mapping[str, str]) -> str:
     )
 
 
-def completed(env: Mapping[str, str]) -> dict[str, str]:
+def complete_environment(env: Mapping[str, str]) -> dict[str, str]:
     """Return the environment with the variables of ranks, where they are not set.
 
     RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, as the launcher numbers them.
@@ -126,7 +126,7 @@ def launch_environment(env: Mapping[str, str] | None = None) -> tuple[int, int] 
 
     Raises: LaunchEnvironmentError when some are missing or invalid.
     """
-    env = completed(os.environ if env is None else env)
+    env = complete_environment(os.environ if env is None else env)
     missing = [name for name in REQUIRED if name not in env]
     if len(missing) == len(REQUIRED):
         return None
@@ -187,7 +187,7 @@ def device_index(
 
     Raises: LaunchEnvironmentError when that is unknown, or there is no such device.
     """
-    env = completed(env)
+    env = complete_environment(env)
     if "LOCAL_RANK" not in env:
         if count == 1 or is_alone or launch_environment(env) is None:
             return None

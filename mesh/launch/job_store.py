@@ -63,7 +63,7 @@ def address_of(env: Mapping[str, str]) -> Address:
     )
 
 
-def opened(address: Address, rank: int, size: int, progress: Progress) -> tuple[Store, bool]:
+def open_store(address: Address, rank: int, size: int, progress: Progress) -> tuple[Store, bool]:
     """Return the store, and whether this rank serves it.
 
     Raises: LaunchEnvironmentError when it cannot be reached in time, or something else has its

@@ -85,7 +85,7 @@ def reached_preemption(step: int) -> bool:
     agreement = _agreements.get(_key(world))
     if agreement is None:
         agreement = _agreements[_key(world)] = _agreement(world)
-    return agreement.reached(world.rank, operator.index(step))
+    return agreement.begin_step(world.rank, operator.index(step))
 
 
 # -- agreements ------------------------------------------------------------------------------------
@@ -98,7 +98,8 @@ class _LocalAgreement:
         self.steps: dict[int, int] = {}
         self.agreed: int | None = None
 
-    def reached(self, rank: int, step: int) -> bool:
+    def begin_step(self, rank: int, step: int) -> bool:
+        """Record a rank's step, and return whether it is the agreed one, or a later one."""
         _check_order(step, self.steps.get(rank))
         if self.agreed is None and has_notice():
             self.agreed = max(self.steps.values(), default=step - 1) + 1
@@ -139,7 +140,8 @@ class _StoreAgreement:
         self._thread = threading.Thread(target=self._run, name="shardmesh-preemption", daemon=True)
         self._thread.start()
 
-    def reached(self, rank: int, step: int) -> bool:
+    def begin_step(self, rank: int, step: int) -> bool:
+        """Record this rank's step, and return whether it is the agreed one, or a later one."""
         with self._lock:
             _check_order(step, self._step)
             if self.error is not None:
@@ -194,7 +196,7 @@ class _StoreAgreement:
         """Return whether the job has failed.
 
         A launcher that finds a dead rank sends SIGTERM to the others, which is no preemption. That
-        a rank has died may be seen a little later than the signal. `reached` raises the reason.
+        a rank has died may be seen a little later than the signal. `begin_step` raises the reason.
         """
         deadline = time.monotonic() + _FAILURE_S
         while not self._over and time.monotonic() < deadline:

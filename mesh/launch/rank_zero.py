@@ -33,7 +33,7 @@ from ..monitor.verdict import Observation, Verdict
 from ..processes.process import ProcessWorld
 from ..simulated.simulate import SimulatedWorld
 from ..text import ranks_text, whole_number
-from .environment import completed, launch_environment
+from .environment import complete_environment, launch_environment
 
 Args = ParamSpec("Args")
 T = TypeVar("T")
@@ -149,7 +149,7 @@ def _rank_and_peers(local: bool) -> tuple[int, Sequence[int]]:
 
 def _ranks_of_this_host(rank: int) -> range:
     """Return the ranks of this host, which launchers number consecutively."""
-    env = completed(os.environ)
+    env = complete_environment(os.environ)
     values = [env.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")]
     if None in map(whole_number, values):
         raise errors.LaunchEnvironmentError(

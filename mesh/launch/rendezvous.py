@@ -33,7 +33,7 @@ from ..monitor.store_keys import StoreKeys
 from ..monitor.store_values import StoreValueError, message
 from ..text import printable, ranks_text, whole_number
 from . import job_store
-from .environment import completed
+from .environment import complete_environment
 from .job_store import Address
 from .progress import Progress
 
@@ -82,7 +82,7 @@ def rendezvous(
     progress, address = Progress(rank, timeout), job_store.address_of(os.environ)
     while True:
         info = own_rank_info(rank, alike, next(_starts), os.environ, device)
-        store, serves = job_store.opened(address, rank, size, progress)
+        store, serves = job_store.open_store(address, rank, size, progress)
         try:
             number = StoreRendezvous(store, info, progress, address, serves).run()
         except dist.DistError as error:  # the rank that serves it has ended, or makes a new one
@@ -101,7 +101,7 @@ def notify_of_early_errors() -> None:
 
     If no launcher ends them: they would wait for it.
     """
-    env = completed(os.environ)
+    env = complete_environment(os.environ)
     numbers = [env.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")]
     if (
         None in map(whole_number, numbers)
@@ -135,14 +135,14 @@ def notify_ranks(
 
     Return the error that all ranks raise.
     """
-    env = completed(os.environ)
+    env = complete_environment(os.environ)
     rank, port = (whole_number(env.get(name, "")) for name in ("RANK", "MASTER_PORT"))
     if rank is None or port is None or not 0 < port < 1 << 16 or not env.get("MASTER_ADDR"):
         return error
     progress, address = Progress(rank, seconds), job_store.address_of(env)
     info = own_rank_info(rank, {"WORLD_SIZE": env.get("WORLD_SIZE", "?")}, next(_starts), env)
     try:
-        store, serves = job_store.opened(address, rank, 0, progress)
+        store, serves = job_store.open_store(address, rank, 0, progress)
         StoreRendezvous(
             store,
             info,

@@ -10,7 +10,7 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Protocol, Self
 
@@ -53,6 +53,9 @@ class HostLink(Protocol):
     def look(self) -> None:
         """Mark hosts that are silent, and compare this rank's collectives with those of others."""
 
+    def lose(self, ranks: Collection[int], reason: str) -> None:
+        """Mark ranks of other hosts as lost."""
+
     def speak_on(self) -> None:
         """Publish for this host from here on though its ranks have stopped watching each other."""
 
@@ -78,6 +81,8 @@ class Job:
         notified: whether this rank's program has raised or printed the verdict.
         failed_at: when this rank learned of the verdict; 0 before.
         relay: the connection to other hosts; None if there is none.
+        ended_elsewhere: returns ranks of other hosts that have ended, where something else than the
+            relay can tell; called when a connection has broken or a host is silent.
         is_suspended: whether the program goes on after the verdict, in another job.
         is_on: whether the ranks are compared; False once the job goes on without the monitor.
         pid: of the process that the job began in; a forked child has another.
@@ -97,6 +102,7 @@ class Job:
         self.abandoned = self.notified = False
         self.failed_at = 0
         self.is_on = True
+        self.ended_elsewhere: Callable[[], Collection[int]] = tuple
         self.is_suspended = False
         self.pid = os.getpid()
         self.relay: HostLink | None = None
@@ -159,6 +165,12 @@ class Job:
         self.abandoned = True
         keep_groups()
         self.communicators.abort(self.is_of_this_job, wait=True)
+
+    def look_elsewhere(self) -> None:
+        """Mark ranks of other hosts as lost that have ended, where `ended_elsewhere` tells."""
+        ended = () if self.relay is None or self.is_suspended else self.ended_elsewhere()
+        if ended and self.relay is not None:
+            self.relay.lose(ended, "its host says that its process has ended")
 
     # -- a job that cannot be monitored ------------------------------------------------------------
 

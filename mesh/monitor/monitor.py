@@ -103,6 +103,7 @@ class Monitor(Job):
         """Look for the rank behind a broken connection; return whether there is a verdict."""
         deadline = time.monotonic() + TO_EXPLAIN_S
         while self.standing() is None and time.monotonic() < deadline:
+            self.look_elsewhere()
             self.verdict_on_lost()
             time.sleep(_NAP_S)
         ended = ended_ranks(self.directory)

@@ -31,11 +31,11 @@ class StoreKeys:
     """
 
     def __init__(self, store: Any, prefix: str, shown: str = "") -> None:
-        self._store, self._prefix, self._shown = store, prefix, shown or prefix
+        self._store, self._prefix, self._display_name = store, prefix, shown or prefix
 
     def over(self, store: Any) -> StoreKeys:
         """Return the same keys over another connection."""
-        return StoreKeys(store, self._prefix, self._shown)
+        return StoreKeys(store, self._prefix, self._display_name)
 
     def clone(self) -> StoreKeys:
         """Return the same keys over a connection of their own."""
@@ -43,22 +43,22 @@ class StoreKeys:
 
     def below(self, name: str, shown: str = "") -> StoreKeys:
         """Return the keys that begin with this name, which errors show as `shown`."""
-        return StoreKeys(self._store, self._key(name), f"{self._shown}/{shown or name}")
+        return StoreKeys(self._store, self._key(name), f"{self._display_name}/{shown or name}")
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}"
 
-    def _parsed(self, name: str, value: bytes, parse: Parse[T]) -> T:
-        return parsed(f"{self._shown}/{name}", value, parse)
+    def _parse(self, name: str, value: bytes, parse: Parse[T]) -> T:
+        return parsed(f"{self._display_name}/{name}", value, parse)
 
     def bad_value(self, name: str, value: object, why: str) -> StoreValueError:
         """Return the error for a value that no rank of this job has written."""
-        return bad_value(f"{self._shown}/{name}", value, why)
+        return bad_value(f"{self._display_name}/{name}", value, why)
 
     def claim(self, name: str, value: str, parse: Parse[T]) -> T:
         """Write a value unless there is one; return the one that stands."""
         stands = self._store.compare_set(self._key(name), "", value)
-        return self._parsed(name, stands, parse)
+        return self._parse(name, stands, parse)
 
     def replace(self, name: str, before: str, value: str) -> None:
         """Write a value in place of another one, "" for none; no-op if it is not there any more."""
@@ -76,17 +76,17 @@ class StoreKeys:
 
     def read(self, name: str, parse: Parse[T]) -> T:
         """Return the value of a key; wait for it if it is not there."""
-        return self._parsed(name, self._store.get(self._key(name)), parse)
+        return self._parse(name, self._store.get(self._key(name)), parse)
 
     def read_lines(self, name: str, parse: Parse[T]) -> list[T]:
         """Return the lines that ranks have appended to a key."""
         lines = self._store.get(self._key(name)).splitlines()
-        return [self._parsed(name, line, parse) for line in lines]
+        return [self._parse(name, line, parse) for line in lines]
 
     def read_all(self, names: Sequence[str], parse: Parse[T]) -> list[T]:
         """Return the values of several keys, in one message."""
         values = self._store.multi_get([self._key(name) for name in names]) if names else []
-        return [self._parsed(name, value, parse) for name, value in zip(names, values, strict=True)]
+        return [self._parse(name, value, parse) for name, value in zip(names, values, strict=True)]
 
     def add(self, name: str, amount: int) -> int:
         """Add to a counter and return it.

@@ -128,9 +128,10 @@ def set_interruptible(is_on: bool) -> None:
 def is_in_setup(frame: FrameType | None) -> bool:
     """Return whether a frame is part of what an error must not cut off.
 
-    That is entering or leaving a `with` block, a destructor, or an import. An error that is raised there may leave what the block protects half done, and one in a
-    destructor is printed and forgotten. A module whose import is cut off is imported again, but
-    those that it has imported are not, and their package lacks them.
+    That is entering or leaving a `with` block, a destructor, or an import. An error that is raised
+    there may leave what the block protects half done, and one in a destructor is printed and
+    forgotten. A module whose import is cut off is imported again, but those that it has imported
+    are not, and their package lacks them.
     """
     while frame is not None:
         code = frame.f_code

@@ -162,10 +162,10 @@ class Communicators:
     def abort(self, is_of_this_job: Callable[[], bool], wait: bool) -> None:
         """Abort them, once. Those for which the host waits, such as gloo's, are left alone.
 
-        Each has a thread, since one abort may wait for a kernel that another ends (https://github.com/pytorch/pytorch/issues/119797).
-        Later calls ask torch nothing: before Python 3.14 the interpreter aborts the process when it
-        ends while a thread is in a call of torch that gives up the interpreter, as looking up a
-        backend does.
+        Each has a thread, since one abort may wait for a kernel that another ends
+        (https://github.com/pytorch/pytorch/issues/119797). Later calls ask torch nothing: before
+        Python 3.14 the interpreter aborts the process when it ends while a thread is in a call of
+        torch that gives up the interpreter, as looking up a backend does.
 
         Args:
             is_of_this_job: returns whether torch's groups are those of the job.

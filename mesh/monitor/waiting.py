@@ -138,7 +138,7 @@ class Waiting:
                 return True
         nap = _NAP_S
         diagnosed = since
-        with self._blocked(recorder, sequence, since):
+        with self._publish_blocked(recorder, sequence, since):
             while not is_done():
                 now = monotonic_ns()
                 if now - since > limit_ns:
@@ -185,7 +185,7 @@ class Waiting:
     def _wait_long(self, recorder: Recorder, sequence: int, work: Any) -> None:
         since = monotonic_ns()
         slice_ = _SLICE
-        with self._blocked(recorder, sequence, since):
+        with self._publish_blocked(recorder, sequence, since):
             while not self._is_done_soon(recorder, sequence, work, slice_):
                 is_long = monotonic_ns() - since >= _LONG_NS
                 if not (
@@ -224,6 +224,7 @@ class Waiting:
             limit_s += relay.lost_after_s
         while monotonic_ns() - since < limit_s * 1e9:
             try:
+                self._job.look_elsewhere()
                 if not self._diagnose(recorder, sequence, since):
                     break
                 # also a rank that had called this collective
@@ -251,7 +252,7 @@ class Waiting:
         return self._job.alarm[0] != Alarm.UNMONITORED
 
     @contextmanager
-    def _blocked(self, recorder: Recorder, sequence: int, since: int) -> Iterator[None]:
+    def _publish_blocked(self, recorder: Recorder, sequence: int, since: int) -> Iterator[None]:
         """Publish what the main thread is blocked in.
 
         Of an asynchronous collective that need not be the newest record.

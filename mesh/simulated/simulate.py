@@ -265,7 +265,7 @@ def _run_rank(
 
     def program() -> None:
         scheduler.resume(rank)
-        with modes.applied():
+        with modes.apply():
             results[rank] = fn()
 
     thread_context.reset()  # the thread is reused
@@ -323,7 +323,7 @@ class _Modes:
         ]
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
+    def apply(self) -> Iterator[None]:
         with ExitStack() as stack:
             # Run backward in the calling thread on every device: a device thread shared by ranks
             # could not wait for one of them.

@@ -3,6 +3,10 @@
 prepare   all ranks    collect the leaves, compare them, plan who writes which box; lease and folder
 write     each rank    its pieces, then their list
 commit    rank 0       index and manifest; the folder is renamed: from then on it is a checkpoint
+
+`prepare_save` returns a `SaveJob`, with all that writing and committing need. `save` runs both, and
+ranks agree after each (`_write_and_commit`). Of an `AsyncSave` a thread runs them, and ranks agree
+in `wait` on what the threads did.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -46,7 +50,14 @@ from .storage import folder as folders
 from .storage.files import Sink, serialize, write_whole
 from .storage.folder import Checkpoint, remove_share
 from .storage.lease import Lease, take_lease
-from .storage.manifest import StoredLeaf, StoredPiece, import_format, index_of, manifest_of
+from .storage.manifest import (
+    StoredFile,
+    StoredLeaf,
+    StoredPiece,
+    import_format,
+    index_of,
+    manifest_of,
+)
 from .tree import Path as TreePath
 from .tree import PerRank, Structure, torch_paths
 
@@ -56,6 +67,18 @@ _POLL_S = 0.01
 _LOST_S = 0.25  # how often to ask whether the rank that is waited for has died
 # how long the thread of an asynchronous save waits for other ranks after the program has ended
 _AFTER_END_S = 30.0
+
+
+class _Committed(NamedTuple):
+    """What a commit has made.
+
+    Attributes:
+        checkpoint: it is complete.
+        retired: renamed folders that are to be removed.
+    """
+
+    checkpoint: Checkpoint
+    retired: list[Path]
 
 
 class _LastSave:
@@ -115,7 +138,7 @@ def save(
     """
     _wait_for_last()
     job = prepare_save(tree, dir, step, keep, copies=False)
-    return _finish(job, job.write, job.commit, job.stopped.set)
+    return _write_and_commit(job, job.write, job.commit, job.stopped.set)
 
 
 def async_save(
@@ -154,30 +177,35 @@ class AsyncSave(Pending[Checkpoint]):
     def __init__(self, job: SaveJob) -> None:
         super().__init__(self._complete)
         self._job = job
+        # of this rank's thread; the last two on rank 0
         self._written = threading.Event()
-        self._result: tuple[Checkpoint, list[Path]] | None = None
         self._write_error: Exception | None = None
-        self._error: Exception | None = None
-        self._failure: BaseException | None = None
+        self._committed: _Committed | None = None
+        self._commit_error: Exception | None = None
+        self._raised: BaseException | None = None  # by `wait`, which raises it again
         self._thread = threading.Thread(target=self._run, name=f"save of step {job.step}")
         atexit.unregister(_report_failures)
         atexit.register(_report_failures)
         self._thread.start()
 
+    # -- the thread --------------------------------------------------------------------------------
+
     def _run(self) -> None:
         self._write_error = _error_of(self._job.write)
         self._written.set()
         if self._job.rank == 0 and self._write_error is None:
-            self._error = _error_of(self._commit)
+            self._commit_error = _error_of(self._commit)
         self._job.end()
-        error = self._write_error or self._error
+        error = self._write_error or self._commit_error
         if error is not None:
             _failed[self] = error
 
     def _commit(self) -> None:
         checkpoint, retired = self._job.commit()
         remove_share(retired, 0, 1)
-        self._result = checkpoint, []
+        self._committed = _Committed(checkpoint, [])
+
+    # -- the program -------------------------------------------------------------------------------
 
     def done(self) -> bool:
         """Return whether this rank's thread has ended.
@@ -196,8 +224,8 @@ class AsyncSave(Pending[Checkpoint]):
 
         Communication: two all_gathers of small objects over all ranks, the first time.
         """
-        if self._failure is not None:
-            raise self._failure
+        if self._raised is not None:
+            raise self._raised
         return super().wait()
 
     result = wait
@@ -205,29 +233,31 @@ class AsyncSave(Pending[Checkpoint]):
 
     def _complete(self) -> Checkpoint:
         try:
-            return _finish(self._job, self._join_writing, self._join_commit, self._stop)
+            return _write_and_commit(
+                self._job, self._wait_for_write, self._wait_for_commit, self._stop
+            )
         except BaseException as error:
-            self._failure = error
+            self._raised = error
             raise
         finally:
             _failed.pop(self, None)
             current_world().state(_LastSave).unfinished = None
 
-    def _join_writing(self) -> None:
+    def _wait_for_write(self) -> None:
         self._written.wait()
         if self._write_error is not None:
             raise self._write_error
+
+    def _wait_for_commit(self) -> _Committed | None:
+        self._thread.join()
+        if self._commit_error is not None:
+            raise self._commit_error
+        return self._committed
 
     def _stop(self) -> None:
         """Make the thread stop waiting for other ranks, and join it."""
         self._job.stopped.set()
         self._thread.join()
-
-    def _join_commit(self) -> tuple[Checkpoint, list[Path]] | None:
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._result
 
 
 def _report_failures() -> None:
@@ -247,12 +277,20 @@ def _error_of(work: Callable[[], None]) -> Exception | None:
     return None
 
 
-def _finish(
-    job: SaveJob, write: Callable[[], None], commit: Callable[[], Any], stop: Callable[[], None]
+def _write_and_commit(
+    job: SaveJob,
+    write: Callable[[], None],
+    commit: Callable[[], _Committed | None],
+    stop: Callable[[], None],
 ) -> Checkpoint:
     """Write on every rank, then commit on rank 0. An error of one is raised on all, after `stop`.
 
     Replaced checkpoints are removed last, by all ranks.
+
+    Args:
+        write, commit: do that, or wait for a thread that does.
+
+    Communication: two all_gathers of small objects over all ranks.
     """
     group = all_ranks(current_world())
     try:
@@ -294,9 +332,8 @@ def prepare_save(
     import_format()
     collected, failure = attempt(lambda: state_of(tree, world))
     lines = {} if collected is None else collected.lines
-    agree(
-        group, "save", {"": f"dir={os.fspath(dir)!r}, step={step}, keep={keep}", **lines}, failure
-    )
+    arguments = f"dir={os.fspath(dir)!r}, step={step}, keep={keep}"
+    agree(group, "save", {"": arguments, **lines}, failure)
     assert collected is not None  # noqa: S101
     state = reduce_pending(collected)
     plan = make_write_plan(state.leaves, world)
@@ -305,32 +342,38 @@ def prepare_save(
     if copies:
         copied, failure = attempt(lambda: copy_leaves(own_leaves, world))
         own_leaves, ready = copied or ({}, None)
-    paths = dict(torch_paths(state.structure))
-    for piece in plan:
-        if piece.name not in paths:  # one rank's value: its path is next to the leaf's
-            leaf, _, own_name = piece.name.rpartition(".")
-            *above, last = paths[leaf]
-            paths[piece.name] = (*above, f"{last}.{own_name}")
-    unfinished, number, nonce, lease = _begin(
+    paths = _paths_in_index(state.structure, plan)
+    unfinished, number, nonce, lease = _make_folder(
         group, Path(dir), step, isinstance(world, ProcessWorld), failure
     )
     return SaveJob(
-        world.rank,
-        world.size,
-        number,
-        keep,
-        unfinished,
-        nonce,
-        plan,
-        own_leaves,
-        state.structure,
-        paths,
-        threading.Event(),
-        lease,
-        ready,
-        partial(_is_lost, world),
-        [name for name, leaf in state.leaves.items() if isinstance(leaf, ShardedTensor)],
+        rank=world.rank,
+        world=world.size,
+        step=number,
+        keep=keep,
+        unfinished=unfinished,
+        nonce=nonce,
+        plan=plan,
+        leaves=own_leaves,
+        structure=state.structure,
+        paths=paths,
+        stopped=threading.Event(),
+        lease=lease,
+        ready=ready,
+        is_lost=partial(_is_lost, world),
+        sharded=[name for name, leaf in state.leaves.items() if isinstance(leaf, ShardedTensor)],
     )
+
+
+def _paths_in_index(structure: Structure, plan: Sequence[WriteItem]) -> dict[str, TreePath]:
+    """Return the path of each name in torch's index; one rank's value is next to its leaf."""
+    paths = dict(torch_paths(structure))
+    for piece in plan:
+        if piece.name not in paths:
+            leaf, _, own_name = piece.name.rpartition(".")
+            *above, last = paths[leaf]
+            paths[piece.name] = (*above, f"{last}.{own_name}")
+    return paths
 
 
 def _is_lost(world: World, rank: int) -> bool:
@@ -365,17 +408,19 @@ def _check_numbers(step: int | None, keep: int | None) -> None:
         )
 
 
-def _begin(
+def _make_folder(
     group: Group, dir: Path, step: int | None, keep_lease: bool, failure: Exception | None
 ) -> tuple[Path, int, str, Lease | None]:
     """Return the folder to write to, step, nonce, and on rank 0, which makes them, the lease.
 
     An earlier failure of a rank is raised on all.
+
+    Communication: one all_gather of small objects.
     """
     lease: Lease | None = None
     unfinished: Path | None = None
 
-    def begin() -> tuple[str, int] | None:
+    def make_on_rank_0() -> tuple[str, int] | None:
         nonlocal lease, unfinished
         if failure is not None:
             raise failure
@@ -392,15 +437,15 @@ def _begin(
         return nonce, number
 
     try:
-        (begun, *_) = run_on_all_ranks(group, begin)
-        assert begun is not None  # noqa: S101
+        (nonce_and_step, *_) = run_on_all_ranks(group, make_on_rank_0)
+        assert nonce_and_step is not None  # noqa: S101
     except BaseException:
         if unfinished is not None:
             folders.remove(unfinished)
         if lease is not None:
             lease.end()
         raise
-    nonce, number = begun
+    nonce, number = nonce_and_step
     return dir / folders.name(number, f"tmp-{nonce}"), number, nonce, lease
 
 
@@ -450,9 +495,9 @@ class SaveJob:
         own_pieces = [
             (number, piece) for number, piece in enumerate(self.plan) if piece.rank == self.rank
         ]
-        path = self.unfinished / _data_file(self.rank)
+        path = self.unfinished / _data_file(self.rank)  # of the file in work, for errors
         try:
-            written = []
+            written: list[list[int]] = []
             if own_pieces:
                 with Sink(path) as sink:
                     written = [
@@ -476,21 +521,21 @@ class SaveJob:
         leaf = self.leaves[piece.name]
         return serialize(leaf) if piece.box is None else on_host(part_of(leaf, piece.box))
 
-    def commit(self) -> tuple[Checkpoint, list[Path]]:
+    def commit(self) -> _Committed:
         """Commit on rank 0 after all have written: write index and manifest, rename the folder.
 
         Returns:
             The checkpoint, and the renamed folders to remove: the one it replaces, and those older
             than `keep`.
         """
-        path = self.unfinished
+        path = self.unfinished  # of the file or folder in work, for errors
         try:
             parts = {rank: json.loads(self._wait_for_rank(rank)) for rank in range(self.world)}
             entries, files = self._list_pieces(parts)
             path = self.unfinished / folders.METADATA
             index = index_of(entries, self.unfinished.parent / folders.name(self.step), self.paths)
             write_whole(path, index)
-            files[folders.METADATA] = len(index), [(0, len(index), zlib.crc32(index))]
+            files[folders.METADATA] = StoredFile(len(index), [(0, len(index), zlib.crc32(index))])
             for rank in range(self.world):
                 (self.unfinished / _list_file(rank)).unlink()
             path = self.unfinished / folders.MANIFEST
@@ -504,12 +549,12 @@ class SaveJob:
             raise CheckpointError(self._error_text(path, error)) from error
         finally:
             self.end()
-        return Checkpoint(self.step, path / folders.name(self.step)), retired
+        return _Committed(Checkpoint(self.step, path / folders.name(self.step)), retired)
 
     def _wait_for_rank(self, rank: int) -> bytes:
         """Wait for a rank's list of written pieces and return it."""
         path = self.unfinished / _list_file(rank)
-        ended = None
+        program_ended: float | None = None  # when this was noticed
         asked = time.monotonic()
         while not path.exists():
             if not self.unfinished.is_dir():
@@ -524,9 +569,10 @@ class SaveJob:
                         f"the checkpoint of step {self.step} was not made: rank {rank} died before "
                         "it had written its part"
                     )
-            if not threading.main_thread().is_alive():
-                ended = ended or time.monotonic()
-            if self.stopped.wait(_POLL_S) or (ended and time.monotonic() > ended + _AFTER_END_S):
+            if program_ended is None and not threading.main_thread().is_alive():
+                program_ended = time.monotonic()
+            is_over = program_ended is not None and time.monotonic() > program_ended + _AFTER_END_S
+            if self.stopped.wait(_POLL_S) or is_over:
                 raise CheckpointError(
                     f"the checkpoint of step {self.step} is not complete: rank {rank} has not "
                     "written its part"
@@ -535,24 +581,30 @@ class SaveJob:
 
     def _list_pieces(
         self, parts: Mapping[int, list[list[int]]]
-    ) -> tuple[dict[str, StoredLeaf], dict[str, tuple[int, list[tuple[int, int, int]]]]]:
-        """Return the leaves with their pieces, and the files."""
-        where = {
-            number: (rank, *rest) for rank, written in parts.items() for number, *rest in written
-        }
+    ) -> tuple[dict[str, StoredLeaf], dict[str, StoredFile]]:
+        """Return the leaves with their pieces, and the files.
+
+        Args:
+            parts: for each rank the pieces that it has written, `[number in the plan, offset,
+                length, CRC-32]`.
+        """
+        where: dict[int, tuple[int, int, int, int]] = {}
+        for rank, written in parts.items():
+            for number, offset, length, crc in written:
+                where[number] = rank, offset, length, crc
         entries: dict[str, StoredLeaf] = {}
-        files: dict[str, tuple[int, list[tuple[int, int, int]]]] = {}
+        pieces: dict[str, list[tuple[int, int, int]]] = {}
         for number, piece in enumerate(self.plan):
             entry = entries.setdefault(piece.name, StoredLeaf(piece.shape, piece.dtype))
             if number in where:
                 rank, offset, length, crc = where[number]
-                entry.pieces.append(
-                    StoredPiece(piece.name, piece.box, _data_file(rank), offset, length, crc)
-                )
-                _, pieces = files.get(_data_file(rank), (0, []))
-                pieces.append((offset, length, crc))
-                # a rank writes its pieces in the order of the plan
-                files[_data_file(rank)] = (offset + length, pieces)
+                file = _data_file(rank)
+                entry.pieces.append(StoredPiece(piece.name, piece.box, file, offset, length, crc))
+                pieces.setdefault(file, []).append((offset, length, crc))
+        files: dict[str, StoredFile] = {}
+        for file, written in pieces.items():
+            offset, length, _ = written[-1]  # a rank writes its pieces in the order of the plan
+            files[file] = StoredFile(offset + length, written)
         return entries, files
 
     def _error_text(self, path: Path, error: OSError) -> str:

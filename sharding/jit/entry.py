@@ -12,13 +12,13 @@ from torch._C._dynamo.guards import TensorGuards  # type: ignore[import-not-foun
 from ...mesh.comm.world import World
 from ..ops.recomputation import next_graph_number
 from ..tensor.sharded_tensor import ShardedTensor
-from ..trees import unflatten
 from .backends.segments import Backend
 from .collectives import forget_lineages
 from .draws import advance
 from .passes.alias import written_inputs
 from .program import Runner, run_plainly
 from .recording import Recording, Result, seal
+from .results import unflatten_result
 from .selection import Prologue
 from .state.differences import changed_gradient, changed_tensor, facts_of
 from .state.guard import Guard
@@ -161,7 +161,7 @@ class Entry:
         for result in recording.results:
             value = value_of(result, outputs, leaves)
             results.append(seal(value, *self._differentiable(leaves)) if result.sealed else value)
-        return unflatten(recording.tree, results)
+        return unflatten_result(recording.tree, results)
 
     def _outputs(self, values: Sequence[Any], world: World, backend: Backend) -> Sequence[Any]:
         """Run the program on what its sources return of these values; return its outputs."""

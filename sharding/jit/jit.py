@@ -40,7 +40,7 @@ from .passes.hoist_reads import unmovable_read
 from .passes.options import PassOptions
 from .passes.pipeline import run as run_passes
 from .recording import local_of, record, without_history
-from .selection import FULL, MOST, RECORD, Recordings, Selected
+from .selection import FULL, MOST, RECORD, RUN, Peers, Recordings, Selected
 from .state.differences import Reasons, texts_of
 from .state.guard import Guard
 from .state.snapshot import Snapshot
@@ -97,6 +97,9 @@ class JitFunction:
             weakref.WeakKeyDictionary()
         )
         self._parts: weakref.WeakKeyDictionary[World, Parts] = weakref.WeakKeyDictionary()
+        self._peers: weakref.WeakKeyDictionary[World, dict[Any, Peers]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._reasons = Reasons(f)
         self._hyperparameters = Hyperparameters()
 
@@ -132,18 +135,18 @@ class JitFunction:
             raise TypeError(f"{self!r}: static arguments must be hashable, {error}") from None
         if len(by_key) > _SIGNATURES:
             del by_key[next(iter(by_key))]
-        selected = entries.select(leaves)
-        need = selected.need
-        if entries.is_own:
-            need = most_of(world, entries.meshes, self._name, need, entries.device)
+        peers = entries.peers or self._peers_of(world, leaves)
+        need, selected, is_mixed = self._selected(leaves, entries, peers, world)
         parts = self._parts.get(world)
-        if need == FULL:
+        if is_mixed:
+            result = self._run_mixed(leaves, tree, peers, world)
+        elif need == FULL:
             result = self._beyond_limit(leaves, tree, entries, world)
         elif need == RECORD and parts is not None:
             with parts.running(), _same_lineages(parts.sharded):
                 result = self._call(tree, leaves)
         elif need == RECORD:
-            result = self._record(leaves, tree, key, entries, selected, world)
+            result = self._record(leaves, tree, key, entries, selected, peers, world)
         else:
             if attempts := self._attempts.get(world):
                 attempts.pop(key, None)
@@ -158,6 +161,7 @@ class JitFunction:
         self._attempts.pop(world, None)
         self._parts.pop(world, None)
         self._outside.pop(world, None)
+        self._peers.pop(world, None)
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Record the function on "meta", as this rank, and return the graph for inspection.
@@ -237,6 +241,86 @@ class JitFunction:
             return result
         return _placed(f"{self!r}: out_shardings", result, self._out)
 
+    def _peers_of(self, world: World, leaves: Sequence[Any]) -> Peers:
+        """Return the ranks that record together with this one where these are the arguments.
+
+        Others may call the function with a module or with tensors on another mesh.
+        """
+        by_arguments = self._peers.get(world)
+        if by_arguments is None:
+            by_arguments = self._peers[world] = {}
+        where = tuple(
+            [
+                x._layout.mesh if isinstance(x, ShardedTensor) else weakref.ref(x)
+                for x in leaves
+                if isinstance(x, (ShardedTensor, nn.Module))
+            ]
+        )
+        return by_arguments.setdefault(where, Peers())
+
+    def _selected(
+        self, leaves: Sequence[Any], entries: Recordings, peers: Peers, world: World
+    ) -> tuple[int, Selected, bool]:
+        """Return what all ranks do, the recording of this one, and whether the call is mixed.
+
+        It is mixed where ranks have arguments of signatures that they have not recorded together.
+        """
+        none = Selected(None, (), "", 0)
+        if not peers.agree:
+            selected = entries.select(leaves)
+        else:
+            # Selecting one may take collectives, which ranks with other recordings do not have.
+            is_later = entries.communicates
+            selected = none if is_later else entries.select(leaves)
+            need, is_same = most_of(
+                world,
+                peers.meshes,
+                self._name,
+                RUN if is_later else selected.need,
+                entries.number,
+                peers.device,
+            )
+            peers.note_call(is_mixed=not is_same)
+            if not is_same:
+                return RUN, none, True
+            if not is_later:
+                return need, selected, False
+            selected = entries.select(leaves)
+        need = selected.need
+        if entries.is_own:
+            need, _ = most_of(world, entries.meshes, self._name, need, 0, entries.device)
+        return need, selected, False
+
+    def _run_mixed(self, leaves: Sequence[Any], tree: Any, peers: Peers, world: World) -> Any:
+        """Run a call eagerly in which ranks have signatures that they have not recorded together.
+
+        Graphs with passes have other collectives than eager code, and than each other.
+        """
+        if peers.mixed_calls == 1 and not world.rank:
+            _log.warning(
+                "sm.jit: %s has arguments of other shapes on other ranks; such calls run eagerly. "
+                "sm.training.pad_to_buckets pads them to the same shapes on all ranks",
+                self._name,
+            )
+        if peers.are_apart:
+            self._part(peers, world)
+            if not world.rank:
+                _log.warning(
+                    "sm.jit: %s had arguments of other shapes on other ranks in %d of %d calls; "
+                    "each rank records by itself from now on, without passes",
+                    self._name,
+                    peers.mixed_calls,
+                    peers.calls,
+                )
+        return without_history(self._call(tree, leaves))
+
+    def _part(self, peers: Peers, world: World) -> None:
+        """Let each rank record by itself, with the collectives of eager code."""
+        peers.are_apart = True
+        for entries in self._entries.get(world, {}).values():
+            if entries.peers is peers:
+                entries.clear()
+
     def _record(
         self,
         leaves: Sequence[Any],
@@ -244,18 +328,18 @@ class JitFunction:
         key: Any,
         entries: Recordings,
         selected: Selected,
+        peers: Peers,
         world: World,
     ) -> Any:
         """Run and record a call.
 
         Args:
             selected: what holds for it: no recording, or one, where another rank has none.
+            peers: the ranks that record it, too.
         """
-        why = selected.why or (
-            "" if selected.entry is None else "another rank has read a new value"
-        )
+        why = selected.why or ("" if selected.entry is None else "another rank records it")
         others = [entry.recording.program for entry in entries if entry.change(leaves) is None]
-        options = PassOptions.of(False) if entries.is_alone else self._options
+        options = PassOptions.of(False) if peers.are_apart else self._options
         reached = [
             (f"args[{i}]", x.value if type(x) is Static else x)
             for i, x in enumerate(leaves)
@@ -272,7 +356,12 @@ class JitFunction:
         meshes = _meshes(snapshot, leaves)
         ranks = [mesh.ranks.flatten().tolist() for mesh in meshes]
         if options.any:
-            announce(world, ranks, self._name, texts_of(reasons))
+            may_differ = any(
+                isinstance(x, Tensor) and not isinstance(x, ShardedTensor) and x.ndim > 0
+                for x in leaves
+            )
+            may_differ = announce(world, ranks, self._name, texts_of(reasons), may_differ)
+            peers.may_differ = peers.may_differ or may_differ
         f = functools.partial(self._call, tree)
         with _same_lineages(guard.sharded):
             result, recording, before = record(
@@ -300,16 +389,21 @@ class JitFunction:
         program.name = self._name
         recording = recording._replace(program=program)  # type: ignore[union-attr]
         if recording.is_open:
-            join = functools.partial(self._join, key, snapshot, world)
+            join = functools.partial(self._join, key, snapshot, peers, world)
             result = pytree.tree_map(lambda x: _noting_backward(x, join), result)
         if program.is_alone:
+            self._part(peers, world)
             entries.clear()
         elif selected.entry is not None:
             entries.remove(selected.entry)
-        entries.is_alone = entries.is_alone or program.is_alone
-        entries.is_own = options.any and not entries.is_alone and (entries.is_own or program.is_own)
+        is_own = entries.is_own or program.is_own
+        entries.is_own = is_own and options.any and not peers.are_apart
         if meshes:
             entries.meshes, entries.device = ranks, meshes[0].device
+        if meshes and options.any and not entries.number:
+            peers.meshes, peers.device = ranks, meshes[0].device
+            peers.count += 1
+            entries.peers, entries.number = peers, peers.count
         for read in program.reads if program.is_own else ():
             forget_lineages(read.graph)
         entries.append(
@@ -339,13 +433,15 @@ class JitFunction:
         with _same_lineages(entries[-1].guard.sharded):
             return without_history(self._call(tree, leaves))
 
-    def _join(self, key: Any, snapshot: Snapshot, world: World) -> None:
+    def _join(self, key: Any, snapshot: Snapshot, peers: Peers, world: World) -> None:
         """Run calls of a signature as two programs from now on.
 
         The reason is that a backward outside of the function has used the results. If modules are
         units of `fully_shard` or `data_parallel`, which gather parameters and reduce gradients
         around their calls, the calls inside of units are the graphs.
         """
+        if peers.may_differ:  # the two programs of a signature are each rank's own
+            self._part(peers, world)
         is_of_units = any(hasattr(module, "_shardmesh_unit") for module in snapshot.modules)
         if is_of_units and not self._fullgraph:
             self._entries.get(world, {}).pop(key, None)
@@ -485,7 +581,7 @@ def jit(
         compiler_options: which passes change the graph's collectives: a dict of the attributes of
             `PassOptions`, such as `{"overlap": True, "bucket_bytes": 0}`; False for none. Other
             names are options of `torch._inductor.config`, such as `{"cpp_wrapper": True}`. With
-            passes all ranks of a mesh must record in the same call.
+            passes all ranks of a mesh record in the same call.
         cudagraphs: whether Inductor captures the operators between collectives in CUDA graphs;
             needs a CUDA device. An option for functions, not for modules.
         fullgraph: whether what a graph cannot repeat is an error. Otherwise the function runs in
@@ -504,7 +600,8 @@ def jit(
             or does anything else that a graph cannot repeat; it names the line.
 
     Communication: that of `f`; when a graph is made, an `all_gather_object` of a hash over each
-    mesh.
+    mesh. With passes and plain tensors among the arguments, an all_reduce of three numbers at the
+    beginning of each call.
 
     Example:
         >>> @sm.jit

@@ -53,6 +53,7 @@ from .passes.hoist_reads import hoist_reads, is_movable
 from .program import Program, Runner, is_pure, run_plainly
 from .recorder import GraphRecorder
 from .recording import Recording, finish, local_of, run_recorded, settle
+from .results import flatten_result, unflatten_result
 from .scalars import TracedFloat
 from .selection import Recordings
 from .state.guard import Guard
@@ -255,7 +256,7 @@ class _RecordedCall:
     ) -> None:
         self.function, self.recorder, self.entries = function, recorder, entries
         self.leaves, self.stand_ins = leaves, stand_ins
-        self.flat, self.tree = flatten(result)
+        self.flat, self.tree = flatten_result(result, snapshot.knows)
         self._saved, self._look = saved, look
         self.snapshot, self.guard = snapshot, guard
         pairs = zip(map(local_of, leaves), map(local_of, stand_ins), strict=True)
@@ -309,7 +310,7 @@ class _RecordedCall:
                 check.atexit = False
         elif builder.refusal is None and not self.is_recorded:
             self.finish([], [])
-        return unflatten(self.tree, flat)
+        return unflatten_result(self.tree, flat)
 
     # -- backward ----------------------------------------------------------------------------------
 
@@ -500,7 +501,7 @@ class JoinedEntry(Entry):
             joined = Join.apply(backward, saved, local_results, *inputs)
             for i, x in zip(self._with_history, joined, strict=True):
                 results[i] = with_part(results[i], x)
-        return unflatten(self.recording.tree, results)
+        return unflatten_result(self.recording.tree, results)
 
     def backward(self, backend: Backend, saved: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
         """Call the backward program."""

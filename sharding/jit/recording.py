@@ -30,6 +30,7 @@ from .hyperparameters import Hyperparameter, traced
 from .passes.dead_code import clean
 from .program import Program
 from .recorder import GraphRecorder
+from .results import flatten_result
 from .scalars import Condition, TracedFloat
 from .state.holders import PLAIN
 from .state.iterators import counting_resumptions
@@ -126,7 +127,7 @@ def record(
     needs_grad = [x.requires_grad for x in tensors]
     recorder = GraphRecorder(world, abstract, fullgraph)
     result = run_recorded(f, leaves, snapshot, hyperparameters, recorder)
-    flat, tree = flatten(result)
+    flat, tree = flatten_result(result, snapshot.knows)
     builder = recorder.builder
     if builder.has_numbers and not abstract:
         result = with_known_numbers(result)
@@ -447,11 +448,11 @@ class _Finish:
             if self.snapshot.knows(x):
                 return Result(same=functools.partial(_constant, x))
             return Result(self._output(x, "a result"), *_layout_of(x), not x.is_leaf)
-        if isinstance(x, PLAIN) or self.snapshot.knows(x):
+        if isinstance(x, (type, *PLAIN)) or self.snapshot.knows(x):
             return Result(same=functools.partial(_constant, x))
         raise JitError(
             f"a function under sm.jit returned a {type(x).__name__} that it has made; return "
-            "tensors, numbers and trees of them"
+            "tensors, numbers, and trees and instances of Python classes that consist of them"
         )
 
     def _inputs(self) -> dict[fx.Node, tuple[str, Callable[[Leaves], Any]]]:

@@ -21,17 +21,27 @@ import torch
 
 from ...mesh.comm.thread_context import thread_context
 from .backends.repeats import key_of
+from .collectives import OPERATORS
 from .program import Read, compile_eagerly, is_same_value, run_plainly
 
 MOST = 8  # recordings of one signature and state, by value
 RUN, RECORD, FULL = range(3)  # what a rank needs to do; ranks do what the largest says
+_MIXED_CALLS = 4  # after which ranks may part, and
+_MIXED_SHARE = 10  # if one in so many calls was mixed
 
 
 class Prologue:
-    """Computes what a recording has read, before it runs."""
+    """Computes what a recording has read, before it runs.
+
+    Attributes:
+        communicates: whether that takes collectives.
+    """
 
     def __init__(self, reads: Sequence[Read]) -> None:
         self._reads, key = [], ""
+        self.communicates = any(
+            node.target in OPERATORS for read in reads for node in list(read.graph.nodes)
+        )
         for read in reads:
             key = hashlib.blake2b(repr((key, _key(read))).encode(), digest_size=16).hexdigest()
             self._reads.append((key, compile_eagerly(read.graph), read))
@@ -112,21 +122,66 @@ class Selected(NamedTuple):
         return FULL if self.count >= MOST else RECORD
 
 
+class Peers:
+    """The ranks that record a function together.
+
+        call        rank 0      rank 1
+        f(x)        [3]         [3]         both record: number 1
+        f(x)        [5]         [5]         both record: number 2
+        f(x)        [3]         [5]         numbers 1 and 2: a mixed call, which is eager
+        f(x)        [3]         [7]         numbers 1 and 0: as well
+
+    Attributes:
+        meshes, device: over which they agree.
+        may_differ: whether a rank has passed plain tensors, which may have other shapes on other
+            ranks, so that they agree on each call.
+        are_apart: whether each rank records by itself, without passes.
+        count: how many signatures they have recorded together.
+        calls, mixed_calls: how many calls they have agreed on, and in how many signatures differed.
+    """
+
+    def __init__(self) -> None:
+        self.meshes: Sequence[Sequence[int]] = ()
+        self.device = torch.device("cpu")
+        self.may_differ = self.are_apart = False
+        self.count = self.calls = self.mixed_calls = 0
+
+    @property
+    def agree(self) -> bool:
+        """Whether a call begins with an agreement."""
+        return self.may_differ and self.count > 0 and not self.are_apart
+
+    def note_call(self, is_mixed: bool) -> None:
+        """Count a call; part if mixed ones are common."""
+        self.calls += 1
+        self.mixed_calls += is_mixed
+        if self.mixed_calls >= _MIXED_CALLS and self.mixed_calls * _MIXED_SHARE >= self.calls:
+            self.are_apart = True
+
+
 class Recordings(list[Any]):
     """The recordings of one signature, the newest last.
 
     Attributes:
         is_own: whether ranks may have read other values, so that they agree on each call.
-        is_alone: whether each rank records by itself, without passes.
         meshes, device: over which ranks they agree.
         is_full: whether it was said that there are too many.
+        peers: the ranks that record together.
+        number: that of the signature among those of the peers; 0 before a recording.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_own = self.is_alone = self.is_full = False
+        self.is_own = self.is_full = False
         self.meshes: Sequence[Sequence[int]] = ()
         self.device = torch.device("cpu")
+        self.peers: Peers | None = None
+        self.number = 0
+
+    @property
+    def communicates(self) -> bool:
+        """Whether selecting one takes collectives."""
+        return any(entry.prologue.communicates for entry in self)
 
     def select(self, leaves: Sequence[Any]) -> Selected:
         """Return the newest recording that holds for a call.

@@ -7,7 +7,6 @@ import importlib
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,12 @@ from torch import nn
 
 from ...mesh.text import shortened, whole_number
 from .devices import DEVICES
-from .form import Form
+from .form import Form, check_field
 from .program import function_build, hugging_face_build
 from .tune import tune
 
 EXAMPLE = "  python -m shardmesh tune llama/config.json --devices 1024 --node 8 --device h100\n"
+_TRUTH = {"true": True, "false": False}
 _MOST_POSITIONS = 8192  # of a step, unless --seq says otherwise
 
 
@@ -179,20 +179,12 @@ def _fields(text: str) -> dict[str, Any]:
     Raises:
         ValueError: a field that forms do not have, or a value that it does not take.
     """
-    types = {f.name: f.type for f in fields(Form)}
     values: dict[str, Any] = {}
     for part in text.split(",") if text else []:
         name, _, value = part.partition("=")
-        if name not in types:
-            raise ValueError(f"{shortened(part)!r}: a form has the fields {', '.join(types)}")
         number = whole_number(value)
-        if types[name] == "int" and not number:
-            raise ValueError(f"{shortened(part)!r}: {name} is a whole number from 1")
-        if types[name] == "bool" and value not in ("true", "false"):
-            raise ValueError(f"{shortened(part)!r}: {name} is true or false")
-        values[name] = number if types[name] == "int" else value
-        if types[name] == "bool":
-            values[name] = value == "true"
+        values[name] = _TRUTH.get(value, value) if number is None else number
+        check_field(name, values[name])
     return values
 
 

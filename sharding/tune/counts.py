@@ -1,8 +1,9 @@
 """Flops, memory traffic, saved activations and communication of a program that is evaluated.
 
-    with OperatorCounts() as counts:     one rank's operators on tensors without values
-        loss = ...                       products, attention, bytes of the others, tensors saved
-    counts.flops                         {"matmul": 1.1e12, "attention": 8.6e10}
+    with OperatorCounts(model.parameters()) as counts:   one rank's operators, without values
+        loss = ...                                       products, attention, bytes, what is saved
+    counts.phase.matmul                                  1.1e12
+    counts.tape.operations                               the operators in order
 
 Attention counts as a fused kernel: it reads queries, keys and values, and saves these, its result
 and a float32 per row. On "meta" torch computes it from products and stores its scores.
@@ -10,9 +11,10 @@ and a float32 per row. On "meta" torch computes it from products and stores its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +30,47 @@ from ..tensor.sharded_tensor import ShardedTensor
 from ..trees import tensors_in
 
 _GROUPED = frozenset({"_grouped_mm", "_scaled_grouped_mm"})
-_VIEWS = frozenset({"detach", "alias", "lift_fresh", "_unsafe_view", "empty", "empty_like"})
+# They move nothing. Results of collectives are zeroed by worlds without other ranks alone.
+_FREE = frozenset({"detach", "alias", "lift_fresh", "_unsafe_view", "zero_"})
+_FREE |= {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+# They read as many elements of their first operand as they return.
+_PICKING = frozenset({"embedding", "index", "index_select", "gather", "nll_loss_forward"})
+_PICKING |= {"nll_loss2d_forward"}
+
+Kind = Literal["matmul", "attention", "other"]
+
+
+class Kernel(NamedTuple):
+    """What a kernel computes and moves.
+
+    Attributes:
+        kind: a matrix product, or another operator.
+        flops: of a matrix product, for one row of the batch.
+        moved: bytes that it reads and writes, for one row.
+        fixed: the same of weights and of their gradients, whatever the number of rows.
+    """
+
+    kind: Kind
+    flops: float
+    moved: float
+    fixed: float
+
+
+class Operation(NamedTuple):
+    """An operator that ran.
+
+    Attributes:
+        kernel: what it computes and moves.
+        name: the name of the operator.
+        block: the index of the block in whose forward it ran; None outside.
+        inputs, results: tensor -> bytes, by `Tape.key`.
+    """
+
+    kernel: Kernel
+    name: str
+    block: int | None
+    inputs: dict[int, int]
+    results: dict[int, int]
 
 
 @dataclass
@@ -36,18 +78,34 @@ class Phase:
     """What one rank does in forward, or in backward.
 
     Attributes:
-        matmul: flops of matrix products, grouped ones included.
         attention: flops of attention; of causal attention those of the keys that are seen.
         whole_attention: the same as if no attention were causal.
-        traffic: bytes that other operators read and write.
+        kernels: matrix products and other operators -> how often.
         communication: collective -> (launches, bytes received).
     """
 
-    matmul: float = 0
     attention: float = 0
     whole_attention: float = 0
-    traffic: float = 0
+    kernels: dict[Kernel, float] = field(default_factory=dict)
     communication: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    @property
+    def matmul(self) -> float:
+        """Flops of matrix products, grouped ones included."""
+        return sum(count * kernel.flops for kernel, count in self.kernels.items())
+
+    @property
+    def traffic(self) -> float:
+        """Bytes that operators other than products and attention read and write."""
+        return sum(
+            count * (kernel.moved + kernel.fixed)
+            for kernel, count in self.kernels.items()
+            if kernel.kind == "other"
+        )
+
+    def add(self, kernel: Kernel) -> None:
+        """Count a kernel."""
+        self.kernels[kernel] = self.kernels.get(kernel, 0) + 1
 
     def plus(self, other: Phase, factor: float = 1) -> Phase:
         """Return `self + factor * other`."""
@@ -58,13 +116,49 @@ class Phase:
                 launches_before + factor * launches,
                 received_before + factor * received,
             )
+        kernels = dict(self.kernels)
+        for kernel, count in other.kernels.items():
+            kernels[kernel] = kernels.get(kernel, 0) + factor * count
         return Phase(
-            self.matmul + factor * other.matmul,
             self.attention + factor * other.attention,
             self.whole_attention + factor * other.whole_attention,
-            self.traffic + factor * other.traffic,
+            {kernel: count for kernel, count in kernels.items() if count},
             {op: use for op, use in communication.items() if use[0] > 0},
         )
+
+
+class Tape:
+    """The operators of a phase in order, and their tensors, each memory under a number of its own.
+
+    Attributes:
+        operations: the operators.
+        sizes: number -> bytes of the memory.
+        constants: the numbers of parameters and buffers.
+    """
+
+    def __init__(self, constants: Sequence[Tensor]) -> None:
+        self.operations: list[Operation] = []
+        self.sizes: list[int] = []
+        self._numbers: dict[int, int] = {}
+        self.constants = frozenset(self.key(x) for x in constants)
+
+    def key(self, x: Tensor) -> int:
+        """Return the number of a tensor's memory."""
+        storage = _storage(x)
+        number = self._numbers.get(storage._cdata)
+        if number is None:
+            number = self._numbers[storage._cdata] = len(self.sizes)
+            self.sizes.append(storage.nbytes())
+            weakref.finalize(storage, self._numbers.pop, storage._cdata).atexit = False
+        return number
+
+    def bytes_of(self, tensors: Iterable[Tensor]) -> dict[int, int]:
+        """Return the bytes of tensors by number; of one memory those of the largest."""
+        sizes: dict[int, int] = {}
+        for x in tensors:
+            key = self.key(x)
+            sizes[key] = max(sizes.get(key, 0), _bytes(x))
+        return sizes
 
 
 class OperatorCounts(TorchDispatchMode):
@@ -72,16 +166,21 @@ class OperatorCounts(TorchDispatchMode):
 
     Attributes:
         phase: what is counted; the caller replaces it between forward and backward.
-        saved: bytes that autograd saves, each storage once, without those of `ignored`.
+        tape: the operators; the caller replaces its list likewise.
+        block: the index of the block whose forward is running; the caller sets it.
+        saved: the numbers of what autograd saves, without parameters and buffers.
         keys_and_values: bytes of the keys and values of all attention.
     """
 
-    def __init__(self, ignored: Sequence[Tensor]) -> None:
+    def __init__(self, constants: Sequence[Tensor]) -> None:
         super().__init__()
         self.phase = Phase()
-        self.saved = 0
+        self.tape = Tape(constants)
+        self.block: int | None = None
+        self.saved: set[int] = set()
         self.keys_and_values = 0
-        self._saved: dict[int, Any] = {_storage(x)._cdata: _storage(x) for x in ignored}
+        self._weights = {tuple(_local(x).shape) for x in constants if x.ndim > 1}
+        self._of_weights = set(self.tape.constants)  # and their gradients
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -91,21 +190,61 @@ class OperatorCounts(TorchDispatchMode):
         if _is_shape_inference():
             return result
         packet = func.overloadpacket
-        flops = flop_registry.get(packet)
-        if flops is not None:
-            self.phase.matmul += flops(*args, **kwargs, out_val=result)
-        elif packet.__name__ in _GROUPED:  # not in torch's registry
-            self.phase.matmul += _grouped_flops(*args[:2])
-        elif not func.is_view and packet.__name__ not in _VIEWS:
-            self.phase.traffic += sum(_bytes(x) for x in tensors_in((args, kwargs, result)))
+        name = packet.__name__
+        count = flop_registry.get(packet)
+        if count is not None:
+            self._record(name, "matmul", count(*args, **kwargs, out_val=result), args, result)
+        elif name in _GROUPED:  # not in torch's registry
+            self._record(name, "matmul", _grouped_flops(*args[:2]), args, result)
+        elif not func.is_view and name not in _FREE:
+            self._record(name, "other", 0, (args, kwargs), result)
         return result
 
+    def record_attention(self, operands: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        """Record attention as an operator that is neither product nor bound by memory."""
+        self._record("attention", "attention", 0, operands, results)
+
+    def _record(self, name: str, kind: Kind, flops: float, operands: Any, result: Any) -> None:
+        results = [_local(x) for x in tensors_in((result,))]
+        inputs = [_local(x) for x in tensors_in((operands,))]
+        self._note_gradients(name, kind, inputs, results)
+        if name in _PICKING:
+            inputs = [*results, *inputs[1:]]  # as much of the first as of the result
+        moved = fixed = 0
+        for x in (*inputs, *results):
+            if self.tape.key(x) in self._of_weights:
+                fixed += _bytes(x)
+            else:
+                moved += _bytes(x)
+        kernel = Kernel(kind, flops, moved, fixed)
+        if kind != "attention":
+            self.phase.add(kernel)
+        tape = self.tape
+        reads, writes = tape.bytes_of(inputs), tape.bytes_of(results)
+        tape.operations.append(Operation(kernel, name, self.block, reads, writes))
+
+    def _note_gradients(
+        self, name: str, kind: Kind, inputs: Sequence[Tensor], results: Sequence[Tensor]
+    ) -> None:
+        """Note results whose size is that of weights: products of activations, and what follows."""
+        are_weights = [self.tape.key(x) in self._of_weights for x in inputs]
+        if kind == "matmul":
+            is_gradient = not any(are_weights) and all(
+                tuple(x.shape) in self._weights or tuple(x.shape[::-1]) in self._weights
+                for x in results
+            )
+        else:
+            is_gradient = name == "embedding_dense_backward" or (
+                bool(are_weights) and all(are_weights) and kind == "other"
+            )
+        if is_gradient:
+            self._of_weights.update(map(self.tape.key, results))
+
     def save(self, x: Tensor) -> Tensor:
-        """Count a tensor that autograd saves; a hook of `torch.autograd.graph`."""
-        storage = _storage(x)
-        if storage._cdata not in self._saved:
-            self._saved[storage._cdata] = storage
-            self.saved += storage.nbytes()
+        """Note a tensor that autograd saves; a hook of `torch.autograd.graph`."""
+        key = self.tape.key(x)
+        if key not in self.tape.constants:
+            self.saved.add(key)
         return x
 
     def add_communication(self, report: CommReport) -> None:
@@ -125,9 +264,12 @@ def _is_shape_inference() -> bool:
     return thread_context.on_stand_ins or thread_context.outside_mesh
 
 
+def _local(x: Tensor) -> Tensor:
+    return x._local if isinstance(x, ShardedTensor) else x
+
+
 def _storage(x: Tensor) -> Any:
-    local = x._local if isinstance(x, ShardedTensor) else x
-    return local.untyped_storage()
+    return _local(x).untyped_storage()
 
 
 def _bytes(x: Tensor) -> int:
@@ -174,12 +316,17 @@ def _fused_attention(
     counts.phase.whole_attention += attention_flops(*shapes, is_causal=False)
     counts.keys_and_values += _bytes(key) + _bytes(value)
 
-    def on_backward() -> None:
+    def on_forward(*results: Tensor) -> None:
+        counts.record_attention((query, key, value), results)
+
+    def on_backward(operands: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        counts.record_attention(operands, grads)
         phase = counts.phase
         phase.attention += attention_flops(*shapes, is_causal=is_causal, is_backward=True)
         phase.whole_attention += attention_flops(*shapes, is_causal=False, is_backward=True)
 
-    return _FusedAttention.apply(query, key, value, on_backward)  # type: ignore[return-value]
+    out: Any = _FusedAttention.apply(query, key, value, on_forward, on_backward)
+    return out
 
 
 class _FusedAttention(torch.autograd.Function):
@@ -187,16 +334,23 @@ class _FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, on_backward: Callable[[], None]
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        on_forward: Callable[..., None],
+        on_backward: Callable[..., None],
     ) -> Tensor:
         out = query.new_empty(*query.shape[:-1], value.shape[-1])
         normalizers = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, out, normalizers)
         ctx.on_backward = on_backward
+        on_forward(out, normalizers)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         query, key, value, *_ = ctx.saved_tensors
-        ctx.on_backward()
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
+        results = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        ctx.on_backward((*ctx.saved_tensors, *grads), results)
+        return *results, None, None

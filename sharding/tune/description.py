@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from ..tensor.sharded_tensor import ShardedTensor
 from ..trees import tensors_in
 from .counts import OperatorCounts, Phase, WithoutValues
 from .plans import own_plan, sequence_plan, styles_of
+from .variants import compile_tape, eager, fused, received_in_block, select
 
 Loss = Callable[[Any, Any], Any]
 
@@ -41,14 +43,20 @@ class Costs:
     Attributes:
         parameters: elements that the rank holds.
         forward, backward: what it computes and sends.
-        saved: bytes that forward keeps for backward.
+        again: what selective recomputation computes and sends again in backward.
+        saved: bytes that forward saves for backward.
+        selected: bytes that it saves with selective recomputation, without the input of a block.
+        gathered: bytes that it saves of what was gathered along the sequence.
         keys_and_values: bytes of the keys and values of attention.
     """
 
     parameters: float = 0
     forward: Phase = field(default_factory=Phase)
     backward: Phase = field(default_factory=Phase)
+    again: Phase = field(default_factory=Phase)
     saved: float = 0
+    selected: float = 0
+    gathered: float = 0
     keys_and_values: float = 0
 
     def plus(self, other: Costs, factor: float = 1) -> Costs:
@@ -57,7 +65,10 @@ class Costs:
             self.parameters + factor * other.parameters,
             self.forward.plus(other.forward, factor),
             self.backward.plus(other.backward, factor),
+            self.again.plus(other.again, factor),
             max(0.0, self.saved + factor * other.saved),
+            max(0.0, self.selected + factor * other.selected),
+            max(0.0, self.gathered + factor * other.gathered),
             self.keys_and_values + factor * other.keys_and_values,
         )
 
@@ -173,16 +184,16 @@ class Description:
         self.hidden: int | None = getattr(config, "intermediate_size", None)
         self.plan = own_plan(model) if plan is None else dict(plan)
         self.sequence_plan = sequence_plan(model, self.blocks, self.plan)
-        self._costs: dict[tuple[int, bool], ModelCosts] = {}
+        self._costs: dict[tuple[int, bool, bool], ModelCosts] = {}
         self._stages: dict[tuple[int, bool, int], Stages] = {}
 
     def plan_of(self, sequence_parallel: bool) -> dict[str, str]:
         """Return the plan of tensor parallelism."""
         return (self.sequence_plan if sequence_parallel else self.plan) or {}
 
-    def costs(self, tp: int, sequence_parallel: bool = False) -> ModelCosts:
+    def costs(self, tp: int, sequence_parallel: bool = False, compiled: bool = False) -> ModelCosts:
         """Return what the model costs a rank of an axis "tp" of this size. Cached."""
-        key = (tp, sequence_parallel and tp > 1)
+        key = (tp, sequence_parallel and tp > 1, compiled)
         if key not in self._costs:
             self._costs[key] = self._count(*key)
         return self._costs[key]
@@ -216,24 +227,25 @@ class Description:
         """Return the first row of the batch, without values."""
         return map_tensors(self.batch, lambda x: torch.empty_like(x[:1], device="meta"))
 
-    def _count(self, tp: int, sequence_parallel: bool) -> ModelCosts:
+    def _count(self, tp: int, sequence_parallel: bool, compiled: bool) -> ModelCosts:
         kinds: dict[Any, list[int]] = {}
         for i, block in enumerate(self._block_list):
             signature = tuple((name, tuple(x.shape)) for name, x in block.named_parameters())
             kinds.setdefault(signature, []).append(i)
         first = next(iter(kinds.values()))[0]
-        one = self._run([first], tp, sequence_parallel)
+        one = self._run([first], tp, sequence_parallel, compiled)
         average, largest = Costs(), 0.0
         edges = one.costs
         for members in kinds.values():
-            block = self._run([first, members[0]], tp, sequence_parallel).costs.plus(one.costs, -1)
+            two = self._run([first, members[0]], tp, sequence_parallel, compiled)
+            block = two.costs.plus(one.costs, -1)
             average = average.plus(block, len(members) / self.layers)
             largest = max(largest, block.parameters)
             if members[0] == first:
                 edges = one.costs.plus(block, -1)
         return ModelCosts(average, largest, edges, one.first, one.tied, one.stream, one.transient)
 
-    def _run(self, blocks: list[int], tp: int, sequence_parallel: bool) -> _Run:
+    def _run(self, blocks: list[int], tp: int, sequence_parallel: bool, compiled: bool) -> _Run:
         mesh = AbstractMesh((tp,), ("tp",))
         plan = styles_of(self.plan_of(sequence_parallel))
         model = self.shortened(blocks).to(self.dtype)
@@ -248,7 +260,7 @@ class Description:
             return torch.empty(shape, dtype=x.dtype, device="meta")
 
         def step(module: nn.Module, batch: Any) -> _Run:
-            return _run_once(module, batch, self.loss, self.blocks)
+            return _run_once(module, batch, self.loss, self.blocks, is_compiled=compiled)
 
         try:
             model = eval_shape(prepared, model, mesh=mesh).result
@@ -261,7 +273,7 @@ class Description:
         run: _Run = evaluated.result
         # the gradients of the head are there once, whatever the number of rows
         once = evaluated.argument_bytes + self.dtype.itemsize * run.last
-        return replace(run, transient=max(0.0, evaluated.peak_bytes - run.costs.saved - once))
+        return replace(run, transient=max(0.0, evaluated.peak_bytes - run.saved - once))
 
 
 @dataclass(frozen=True)
@@ -271,28 +283,42 @@ class _Run:
     tied: bool
     stream: float
     last: float
+    saved: float  # without compilation
     transient: float = 0
 
 
-def _run_once(model: nn.Module, batch: Any, loss: Loss, blocks: str) -> _Run:
+def _run_once(model: nn.Module, batch: Any, loss: Loss, blocks: str, *, is_compiled: bool) -> _Run:
     """Run forward and backward on this rank, and count."""
     parameters = list(model.parameters())
     counts = OperatorCounts([*parameters, *model.buffers()])
-    places = _Places(model, blocks)
+    places = _Places(model, blocks, counts)
     hooks = torch.autograd.graph.saved_tensors_hooks(counts.save, lambda x: x)
     with WithoutValues(counts), places:
         with counts, hooks, comm_report() as report:
             value = loss(call(model, batch), batch)
         counts.add_communication(report)
         forward, counts.phase = counts.phase, Phase()
+        forward_operations, counts.tape.operations = counts.tape.operations, []
         with counts, comm_report() as report:
             value.backward()
         counts.add_communication(report)
+    tape, backward, saved = counts.tape, counts.phase, counts.saved
+    selective = select(forward_operations)
+    again = replace(forward, attention=0.0, whole_attention=0.0, kernels=eager(selective.again))
+    if is_compiled:
+        compiled = compile_tape(tape, forward_operations, tape.operations, saved)
+        saved = compiled.saved
+        forward = replace(forward, kernels=compiled.forward)
+        backward = replace(backward, kernels=compiled.backward)
+        again = replace(again, kernels=fused(tape, selective.again))
     costs = Costs(
         sum(map(_local_numel, parameters)),
         forward,
-        counts.phase,
-        counts.saved,
+        backward,
+        again,
+        sum(tape.sizes[key] for key in saved),
+        sum(tape.sizes[key] for key in selective.saved),
+        sum(tape.sizes[key] for key in saved & received_in_block(forward_operations)),
         counts.keys_and_values,
     )
     return _Run(
@@ -301,6 +327,7 @@ def _run_once(model: nn.Module, batch: Any, loss: Loss, blocks: str) -> _Run:
         places.is_tied(),
         places.stream,
         places.last_parameters(),
+        sum(tape.sizes[key] for key in counts.saved),
     )
 
 
@@ -336,12 +363,15 @@ def default_loss(output: Any, batch: Any) -> Any:
 class _Places:
     """Where modules with parameters are called: before the blocks, or after the first of them.
 
+    Tells the counts in which block they are.
+
     Attributes:
         stream: bytes of the tensors that the first block is called with.
     """
 
-    def __init__(self, model: nn.Module, blocks: str) -> None:
+    def __init__(self, model: nn.Module, blocks: str, counts: OperatorCounts) -> None:
         self._model, self._blocks = model, model.get_submodule(blocks)
+        self._counts = counts
         self._inside = {id(inner) for inner in self._blocks.modules()}
         self._before: list[Tensor] = []
         self._after: list[Tensor] = []
@@ -353,6 +383,9 @@ class _Places:
         self._handles.append(
             first_block.register_forward_pre_hook(self._on_block, with_kwargs=True)
         )
+        for index, block in enumerate(self._blocks.children()):
+            self._handles.append(block.register_forward_pre_hook(partial(self._enter, index)))
+            self._handles.append(block.register_forward_hook(self._leave, always_call=True))
         for inner in self._model.modules():
             own = list(inner.parameters(recurse=False))
             if own and id(inner) not in self._inside:
@@ -378,6 +411,12 @@ class _Places:
         if not streams:
             streams = [x for x in kwargs.values() if isinstance(x, Tensor)][:1]
         self.stream = sum(_local_numel(x) * x.element_size() for x in streams)
+
+    def _enter(self, index: int, module: nn.Module, args: Any) -> None:
+        self._counts.block = index
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._counts.block = None
 
     def _on_module(self, module: nn.Module, args: Any) -> None:
         uses = self._after if self.stream else self._before

@@ -25,6 +25,7 @@ class Device:
         matmul: fraction of `flops` that matrix products reach.
         attention: fraction of `flops` that fused attention reaches.
         traffic: fraction of `bandwidth` that other operators reach.
+        launch: the shortest time of a kernel, in seconds.
         collectives: measured (latency, bytes of the whole tensor per second) of a collective inside
             a node, by the number of ranks; empty if there is no such table.
         source: where the numbers are from.
@@ -37,8 +38,9 @@ class Device:
     local: Link
     network: Link
     matmul: float = 0.70
-    attention: float = 0.45
+    attention: float = 0.35
     traffic: float = 0.80
+    launch: float = 7e-6
     collectives: Mapping[str, Mapping[int, tuple[float, float]]] = field(default_factory=dict)
     source: str = ""
 
@@ -47,10 +49,16 @@ class Device:
         return Topology(self.local, self.network, self.bandwidth / 2, node_size=node)
 
 
-# Fractions. Matrix products: 70 % of the peak, as AutoParallel (meta-pytorch) takes. Attention:
-# between FlashAttention-2 with 35 % and FlashAttention-3 with 75 % of an H100 (Shah et al. 2024,
-# arXiv 2407.08608). Other operators: 80 % of the memory's bandwidth.
+# Fractions. Matrix products: 70 % of the peak, and at least 7 us for a kernel, as AutoParallel
+# (meta-pytorch) takes. Attention: torch's scaled_dot_product_attention runs FlashAttention-2, which
+# reaches 35 % of an H100 (Shah et al. 2024, arXiv 2407.08608) and 70 % of an A100 (Dao 2023, arXiv
+# 2307.08691). Other operators: 80 % of the memory's bandwidth.
 #
+# A device with a limit of power below that of its data sheet computes at a lower clock. The power
+# of a circuit grows with clock times voltage squared, and voltage with the clock, so the clock goes
+# with the cube root of the power. It concerns products and attention, which take the most power.
+_AT_500_OF_700_W = (500 / 700) ** (1 / 3)
+
 # Latencies are those of mesh/topology.py: NCCL's model of a ring of 8 GPUs, and over two nodes.
 _LOCAL_LATENCY, _NETWORK_LATENCY = 11e-6, 23e-6
 # NCCL 2.27.5 on an H100 node with NVSwitch, out of place, 1 GB: the tables of AutoParallel
@@ -87,6 +95,7 @@ DEVICES = {
             name="a100",
             flops=312e12,
             bandwidth=2.039e12,
+            attention=0.70,
             local=_nvlink(300e9),
             network=_port(200e9),
             collectives={},
@@ -99,6 +108,8 @@ DEVICES = {
             name="h100-96",
             memory=95 * GiB,
             bandwidth=2.4e12,
+            matmul=0.70 * _AT_500_OF_700_W,
+            attention=0.35 * _AT_500_OF_700_W,
             source="the H100 of torchtitan's published runs: 96 GB HBM2e, 2.4 TB/s, limited to "
             "500 W (benchmarks/llama3_h100_202412_torchtitan.md); peak as the H100 SXM",
         ),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple, get_args
 
 from .description import Description
 
-Recompute = Literal["none", "full"]
+Recompute = Literal["none", "selective", "full"]
 Gather = Literal["microbatch", "step"]
 AXES = ("pp", "dp", "fsdp", "cp", "tp")  # major to minor
 
@@ -44,8 +44,12 @@ class Form:
         stages: stages on each rank of the pipeline.
         rows: of the batch, on each data rank, in a microbatch.
         microbatches: in a step.
-        recompute: whether backward computes each block again ("full").
+        recompute: what backward computes again of each block: nothing, all of it ("full"), or all
+            but attention and every second product ("selective").
         gather: how often parameters are gathered: for each "microbatch", or once a "step".
+        compiled: whether blocks and loss are compiled.
+        regather: whether backward gathers again what sequence parallelism has gathered in forward,
+            in place of saving it, as Megatron does.
     """
 
     pp: int = 1
@@ -60,6 +64,8 @@ class Form:
     microbatches: int = 1
     recompute: Recompute = "none"
     gather: Gather = "microbatch"
+    compiled: bool = False
+    regather: bool = False
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -95,6 +101,10 @@ class Form:
         axes += f" {self.microbatches} x {self.rows}"
         if self.gather == "step":
             axes += " gather once"
+        axes += " compiled" if self.compiled else ""
+        axes += " regather" if self.regather else ""
+        if self.recompute == "selective":
+            return f"{axes} recompute selectively"
         return f"{axes} recompute" if self.recompute == "full" else axes
 
 
@@ -103,11 +113,16 @@ _CHOICES = {
     "recompute": get_args(Recompute),
     "gather": get_args(Gather),
     "sequence_parallel": (True, False),
+    "compiled": (True, False),
+    "regather": (True, False),
 }
 
 
 def check_field(name: str, value: Any) -> None:
-    """Raise ValueError for a value that a field of a form does not take."""
+    """Raise ValueError for a field that forms do not have, or a value that it does not take."""
+    names = [f.name for f in fields(Form)]
+    if name not in names:
+        raise ValueError(f"{name}={value!r}: a form has the fields {', '.join(names)}")
     choices = _CHOICES.get(name)
     if choices is None:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -131,13 +146,16 @@ def why_not(form: Form, model: Description) -> str | None:
                 return f"tp={form.tp} does not divide {count:,} {name}"
     if form.sequence_parallel and (form.tp == 1 or model.sequence_plan is None):
         return "sequence parallelism needs tp > 1 and a plan with rowwise layers"
+    if form.regather and (not form.sequence_parallel or form.recompute != "none"):
+        return "regather needs sequence parallelism, and recompute=none"
     positions = form.cp * (form.tp if form.sequence_parallel else 1)
     if model.sequence % positions:
         return (
             f"cp={form.cp} tp={form.tp}: {positions} does not divide {model.sequence:,} positions"
         )
-    if form.recompute == "full" and not hasattr(model.model, "gradient_checkpointing_enable"):
-        return "recompute=full: the model has no gradient_checkpointing_enable()"
+    has_checkpoints = hasattr(model.model, "gradient_checkpointing_enable")
+    if form.recompute != "none" and not has_checkpoints:
+        return f"recompute={form.recompute}: the model has no gradient_checkpointing_enable()"
     if form.pp * form.stages > model.layers:
         return f"pp={form.pp}: {form.pp * form.stages} stages, and {model.layers} blocks"
     if model.rows != form.dp * form.fsdp * form.rows * form.microbatches:

@@ -77,7 +77,7 @@ def stages_of_rank(form: Form, rank: int) -> list[int]:
 
 def memory_of(form: Form, model: Description, rank: int) -> Memory:
     """Return what a rank of the pipeline holds at the peak of a step."""
-    costs = model.costs(form.tp, form.sequence_parallel)
+    costs = model.costs(form.tp, form.sequence_parallel, form.compiled)
     scale = form.rows / form.cp
     stages = stages_of_rank(form, rank)
     split = model.stages(form.tp, form.sequence_parallel, form.pp * form.stages)
@@ -87,10 +87,15 @@ def memory_of(form: Form, model: Description, rank: int) -> Memory:
     shards = form.shards
     accumulates = form.microbatches > 1
     live = live_microbatches(form, rank)
-    if form.recompute == "full":
-        activations = scale * (live * blocks * costs.stream + costs.block.saved)
+    if form.recompute == "none":
+        gathered = costs.block.gathered if form.regather else 0.0
+        activations = scale * live * blocks * (costs.block.saved - gathered)
+        activations += scale * gathered  # of one block
     else:
-        activations = scale * live * blocks * costs.block.saved
+        saved = costs.stream
+        if form.recompute == "selective":
+            saved += costs.block.selected
+        activations = scale * (live * blocks * saved + max(0.0, costs.block.saved - saved))
     has_loss = len(split.layers) - 1 in stages
     loss = scale * (costs.edges.saved + costs.transient) if has_loss else 0.0
     gradients = _OWN * held / shards

@@ -56,11 +56,13 @@ def program_text(form: Form, model: Description, build: str, node: int) -> str:
     lines = [
         f'"""Train on {form.devices:,} devices: {form}.',
         "",
+        *(_REGATHER if form.regather else []),
         f"torchrun {hosts}--nproc-per-node {min(node, form.devices)} train.py",
         '"""',
         "",
         "import torch",
         *([] if model.vocabulary is None else ["import torch.nn.functional as F"]),
+        *_imports(form),
         "",
         "import shardmesh as sm",
         "from shardmesh import P",
@@ -81,17 +83,17 @@ def program_text(form: Form, model: Description, build: str, node: int) -> str:
     lines += [
         "",
         "",
-        *_loss_and_data(model, spec),
+        *_loss_and_data(model, spec, form.compiled),
         "",
         "",
+        *(_CONTEXTS if form.recompute == "selective" else []),
         'def main(device="cuda", steps=3):',
         "    mesh = sm.init_device_mesh(device, tuple(MESH.values()), axis_names=tuple(MESH))",
         "    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)",
         "    model = build()",
         "    model.train()",
     ]
-    if form.recompute == "full":
-        lines += ["    model.gradient_checkpointing_enable()  # computes each block again"]
+    lines += _recompute_and_compile(form, model)
     at = "mesh"
     if has_pipeline:
         at = "inner"
@@ -165,7 +167,65 @@ def program_text(form: Form, model: Description, build: str, node: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _loss_and_data(model: Description, spec: str) -> list[str]:
+_REGATHER = ["It saves what it gathers along the sequence; sm.jit can gather it again.", ""]
+
+# Lines of a function of the contexts of selective recomputation.
+_CONTEXTS = [
+    "def contexts():",
+    '    """Save the results of attention and of every second product; compute the rest again."""',
+    "    counts = {False: 0, True: 0}",
+    "",
+    "    def policy(context, op, *args, **kwargs):",
+    '        is_saved = "scaled_dot_product" in op.name()',
+    "        if not is_saved and op.overloadpacket in flop_registry:",
+    "            counts[context.is_recompute] += 1",
+    "            is_saved = counts[context.is_recompute] % 2 == 1",
+    "        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE",
+    "",
+    "    return create_selective_checkpoint_contexts(policy)",
+    "",
+    "",
+]
+
+
+def _imports(form: Form) -> list[str]:
+    """Return the imports of recomputation."""
+    lines = []
+    if form.compiled and form.recompute != "none":
+        lines += [
+            "from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (",
+            "    checkpoint_wrapper,",
+            ")",
+        ]
+    if form.recompute == "selective":
+        lines += [
+            "from torch.utils.checkpoint import CheckpointPolicy, "
+            "create_selective_checkpoint_contexts",
+            "from torch.utils.flop_counter import flop_registry",
+        ]
+    return lines
+
+
+def _recompute_and_compile(form: Form, model: Description) -> list[str]:
+    """Return the lines that have blocks recomputed and compiled."""
+    is_selective = form.recompute == "selective"
+    if not form.compiled:
+        options = ""
+        if is_selective:
+            options = '{"use_reentrant": False, "context_fn": contexts}'
+        enable = f"model.gradient_checkpointing_enable({options})"
+        return [f"    {enable}  # of each block"] if form.recompute != "none" else []
+    lines = [f'    blocks = model.get_submodule("{model.blocks}")']
+    if form.recompute != "none":
+        options = ", context_fn=contexts" if is_selective else ""
+        lines += [
+            "    for i, block in enumerate(blocks):",
+            f"        blocks[i] = checkpoint_wrapper(block{options})",
+        ]
+    return [*lines, "    for block in blocks:", "        block.compile()"]
+
+
+def _loss_and_data(model: Description, spec: str, compiled: bool) -> list[str]:
     """Return the lines of the loss and of a step's rows, which the user replaces."""
     if model.vocabulary is None:
         shape = (model.rows, *model.one_row_shape[1:])
@@ -179,6 +239,7 @@ def _loss_and_data(model: Description, spec: str) -> list[str]:
             "    ids, labels = tokens[:, :-1], tokens[:, 1:]",
         ]
     return [
+        *(["@torch.compile"] if compiled else []),
         "def loss_fn(output, labels):",
         *loss,
         "",

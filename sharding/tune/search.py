@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import product
-from typing import Any
+from typing import Any, get_args
 
 from .description import Description
-from .form import AXES, Form, why_not
+from .form import AXES, Form, Recompute, why_not
 from .memory import Memory, peak_memory, size
 from .prices import Prices
 from .step_time import StepTime, StepTimes
@@ -112,7 +112,7 @@ def _inner_forms(
         counts,
         splits,
         schedules,
-        allowed("recompute", ["none", "full"]),
+        allowed("recompute", get_args(Recompute)),
         allowed("gather", gathers),
     ):
         is_allowed = allowed("schedule", [schedule]) and allowed("stages", [stages])
@@ -126,6 +126,8 @@ def _inner_forms(
                 stages=stages,
                 recompute=recompute,
                 gather=gather,
+                compiled=allowed("compiled", [False, True])[0],
+                regather=allowed("regather", [False, True])[0],
             )
 
 
@@ -146,7 +148,7 @@ def search(
     near: Form | None = None,
 ) -> Search:
     """Return what was tried, for all forms or for the neighbours of one."""
-    found = Search()
+    result = Search()
     times = StepTimes(model, prices)
     takes: set[tuple[str, Any]] = set()
     candidates = forms(model, devices, prices.node, fixed, max_rows)
@@ -157,26 +159,26 @@ def search(
         reason = why_not(form, model)
         if reason is not None:
             for family in families:
-                found.refused.setdefault(family, reason)
+                result.refused.setdefault(family, reason)
             continue
         takes.update(families)
-        found.tried += 1
+        result.tried += 1
         rank, memory = peak_memory(form, model)
         if memory.total > usable:
             for family in families:
-                smallest = found.smallest_of.get(family)
+                smallest = result.smallest_of.get(family)
                 if smallest is None or memory.total < smallest.memory.total:
-                    found.smallest_of[family] = TooLarge(form, memory)
+                    result.smallest_of[family] = TooLarge(form, memory)
             continue
         candidate = Candidate(form, times.of(form), rank, memory)
-        found.fitting.append(candidate)
+        result.fitting.append(candidate)
         for family in families:
-            best = found.best_of.get(family)
+            best = result.best_of.get(family)
             if best is None or candidate.time.total < best.time.total:
-                found.best_of[family] = candidate
-    found.refused = {family: why for family, why in found.refused.items() if family not in takes}
-    found.fitting.sort(key=lambda candidate: candidate.time.total)
-    return found
+                result.best_of[family] = candidate
+    result.refused = {family: why for family, why in result.refused.items() if family not in takes}
+    result.fitting.sort(key=lambda candidate: candidate.time.total)
+    return result
 
 
 def is_neighbour(form: Form, near: Form) -> bool:
@@ -193,7 +195,7 @@ def is_neighbour(form: Form, near: Form) -> bool:
 # -- reasons ---------------------------------------------------------------------------------------
 
 
-def reasons(found: Search, best: Candidate, usable: float, node: int) -> list[str]:
+def reasons(searched: Search, best: Candidate, usable: float, node: int) -> list[str]:
     """Return why forms lost that differ from the best one, a line for each value of a family.
 
     Of a family the fastest values that fit, the one that comes nearest to fitting, and the first
@@ -204,22 +206,22 @@ def reasons(found: Search, best: Candidate, usable: float, node: int) -> list[st
         own = getattr(best.form, name)
         fitting = [
             (candidate.time.total, family)
-            for family, candidate in found.best_of.items()
+            for family, candidate in searched.best_of.items()
             if family[0] == name and family[1] != own
         ]
         fastest = sorted(fitting, key=lambda item: item[0])[:_FASTEST]
-        lines += [_slower(found.best_of[family], best, family, node) for _, family in fastest]
+        lines += [_slower(searched.best_of[family], best, family, node) for _, family in fastest]
         too_large = [
             (smallest.memory.total, family)
-            for family, smallest in found.smallest_of.items()
-            if family[0] == name and family not in found.best_of
+            for family, smallest in searched.smallest_of.items()
+            if family[0] == name and family not in searched.best_of
         ]
         if too_large:
             _, family = min(too_large, key=lambda item: item[0])
-            lines.append(_too_large(found.smallest_of[family], family, usable))
-        refused = [family for family in found.refused if family[0] == name]
+            lines.append(_too_large(searched.smallest_of[family], family, usable))
+        refused = [family for family in searched.refused if family[0] == name]
         if refused:
-            lines.append(f"{_label(refused[0])}: {found.refused[refused[0]]}")
+            lines.append(f"{_label(refused[0])}: {searched.refused[refused[0]]}")
     return lines
 
 

@@ -13,7 +13,7 @@ in the search, by formula.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..parallel.pipeline.make_schedule import make_schedule
@@ -24,7 +24,12 @@ from .memory import stages_of_rank
 from .prices import Prices
 
 _IN_USE, _REDUCED, _OWN = 2, 4, 4  # bytes of an element: gathered, summed, and at rest
-_ADAMW = 28  # bytes read and written for an element: p, g and two moments, and all but g back
+# Bytes read and written for an element of a gradient: its norm, clipping, and AdamW, which reads
+# p, g and two moments, and writes all but g.
+_STEP = 4 + 8 + 28
+# Bytes that copies of FSDP read and write for an element: out of the gathered buffer, and of the
+# gradient into the buffer that is reduced, in float32.
+_COPY_OUT, _COPY_IN = 2 + 2, 2 + 4
 
 
 @dataclass(frozen=True)
@@ -37,8 +42,9 @@ class StepTime:
         fsdp: gathers and reductions over the shards, as far as nothing hides them.
         cp: keys and values, likewise.
         dp: reductions over replicas, likewise.
+        copies: out of gathered buffers, and of gradients into the buffers that are reduced.
         bubble: the pipeline's idle time.
-        optimizer: AdamW's step.
+        optimizer: clipping and AdamW's step.
         moved: bytes that the rank receives over each axis.
     """
 
@@ -49,6 +55,7 @@ class StepTime:
     fsdp: float
     cp: float
     dp: float
+    copies: float
     bubble: float
     optimizer: float
     moved: dict[str, float]
@@ -69,6 +76,7 @@ class StepTime:
             + self.fsdp
             + self.cp
             + self.dp
+            + self.copies
             + self.bubble
             + self.optimizer
         )
@@ -127,7 +135,7 @@ class StepTimes:
             simulate: run the pipeline's schedule, in place of the formula of its bubble.
         """
         model, prices = self._model, self._prices
-        costs = model.costs(form.tp, form.sequence_parallel)
+        costs = model.costs(form.tp, form.sequence_parallel, form.compiled)
         units = self._units_of(form)
         split = model.stages(form.tp, form.sequence_parallel, form.pp * form.stages)
         shards = form.group("shards", prices.node)
@@ -190,6 +198,9 @@ class StepTimes:
             bubble_of = _simulated_bubble if simulate else _bubble
             bubble = bubble_of(form, forwards, backwards, hop)
         device = prices.device
+        copied = times * _COPY_IN * held if form.devices > form.pp * form.tp else 0.0
+        if form.shards > 1:
+            copied += times * _COPY_OUT * (held + again)
         moved = {
             "tp": total.tp_bytes,
             "cp": total.cp_bytes,
@@ -205,22 +216,33 @@ class StepTimes:
             fsdp=times * sum(shard_times[stage] for stage in own),
             cp=total.cp,
             dp=dp,
+            copies=copied / (device.bandwidth * device.traffic),
             bubble=bubble,
-            optimizer=_ADAMW * held / form.shards / (device.bandwidth * device.traffic),
+            optimizer=_STEP * held / form.shards / (device.bandwidth * device.traffic),
             moved={axis: count for axis, count in moved.items() if count},
         )
 
     def _units_of(self, form: Form) -> _Units:
         node = self._prices.node
         groups = form.group("tp", node), form.group("cp", node)
-        key = (*groups, form.sequence_parallel, form.rows, form.recompute)
+        options = form.sequence_parallel, form.recompute, form.compiled, form.regather
+        key = (*groups, form.rows, *options)
         units = self._units.get(key)
         if units is None:
-            costs = self._model.costs(form.tp, form.sequence_parallel)
+            costs = self._model.costs(form.tp, form.sequence_parallel, form.compiled)
             forward = self._pass(costs.block.forward, costs.block, form, sends=1)
             backward = self._pass(costs.block.backward, costs.block, form, sends=3)
+            if form.regather:
+                gathers = replace(costs.block.forward, kernels={}, attention=0.0)
+                gathers = replace(
+                    gathers, whole_attention=0.0, communication=_only_gathers(gathers)
+                )
+                backward = backward.plus(self._pass(gathers, costs.block, form, sends=0))
             if form.recompute == "full":
                 backward = backward.plus(forward)
+            elif form.recompute == "selective":
+                again = self._pass(costs.block.again, costs.block, form, sends=0)
+                backward = backward.plus(again)
             units = _Units(
                 forward,
                 backward,
@@ -255,15 +277,28 @@ class StepTimes:
         if ring_bytes:
             cp_group = form.group("cp", prices.node)
             ring = prices.seconds("permute", ring_bytes, cp_group, rounds)
+        matmul = other = 0.0
+        for kernel, count in phase.kernels.items():
+            moving = (kernel.moved * scale + kernel.fixed) / (device.bandwidth * device.traffic)
+            computing = kernel.flops * scale / (device.flops * device.matmul)
+            seconds = count * max(moving, computing, device.launch)
+            if kernel.kind == "matmul":
+                matmul += seconds
+            else:
+                other += seconds
         return _Pass(
-            matmul=scale * phase.matmul / (device.flops * device.matmul),
+            matmul=matmul,
             attention=attention,
-            other=scale * phase.traffic / (device.bandwidth * device.traffic),
+            other=other,
             tp=tp,
             cp=max(0.0, ring - attention),
             tp_bytes=scale * sum(received for _, received in phase.communication.values()),
             cp_bytes=ring_bytes,
         )
+
+
+def _only_gathers(phase: Phase) -> dict[str, tuple[float, float]]:
+    return {op: use for op, use in phase.communication.items() if op == "all_gather"}
 
 
 def _bubble(form: Form, forwards: list[float], backwards: list[float], hop: float) -> float:

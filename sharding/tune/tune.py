@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -15,8 +16,8 @@ from .form import Form, check_field, why_not
 from .memory import peak_memory, size
 from .prices import Prices
 from .program import hugging_face_build
-from .search import Candidate, reasons, search
-from .step_time import StepTimes
+from .search import Candidate, Search, reasons, search
+from .step_time import StepTime, StepTimes
 from .tuning import Tuning
 
 # Of a device's memory: the context and the buffers of communicators, and what the allocator loses.
@@ -90,36 +91,36 @@ def tune(
     prices = Prices(chosen, topology or chosen.topology(in_node), in_node)
     usable = chosen.memory * (1 - _FRAGMENTATION) - _CONTEXT
     fixed = dict(fix or {})
-    names = [f.name for f in fields(Form)]
     for name, value in fixed.items():
-        if name not in names:
-            raise ValueError(f"fix={name}: a form has the fields {', '.join(names)}")
         check_field(name, value)
     described = Description(model, batch, loss=loss, plan=plan)
-    found = search(described, prices, devices, usable, fixed, max_microbatch, near)
-    if not found.fitting:
-        raise _nothing(described, found, devices, usable, fixed, chosen)
+    searched = search(described, prices, devices, usable, fixed, max_microbatch, near)
+    if not searched.fitting:
+        raise _nothing(described, searched, devices, usable, fixed, chosen)
     times = StepTimes(described, prices)
-    finalists = [
-        Candidate(c.form, times.of(c.form, simulate=True), c.rank, c.memory)
-        for c in found.fitting[:_FINALISTS]
-    ]
+
+    @cache
+    def time_of(form: Form) -> StepTime:
+        return times.of(form, simulate=True)
+
+    finalists = [replace(c, time=time_of(c.form)) for c in searched.fitting[:_FINALISTS]]
     finalists.sort(key=lambda candidate: candidate.time.total)
     best = finalists[0]
     shown = finalists[:top]
     if near is not None and near.devices == devices and why_not(near, described) is None:
         rank, held = peak_memory(near, described)
         if held.total <= usable and all(candidate.form != near for candidate in shown):
-            shown.append(Candidate(near, times.of(near, simulate=True), rank, held))
+            shown.append(Candidate(near, time_of(near), rank, held))
     # what is compared with the best has a simulated pipeline, too
-    for family, candidate in found.best_of.items():
-        time = times.of(candidate.form, simulate=True)
-        found.best_of[family] = replace(candidate, time=time)
+    best_of = {
+        family: replace(candidate, time=time_of(candidate.form))
+        for family, candidate in searched.best_of.items()
+    }
     return Tuning(
         tuple(shown),
-        tuple(reasons(found, best, usable, in_node)),
-        found.tried,
-        len(found.fitting),
+        tuple(reasons(replace(searched, best_of=best_of), best, usable, in_node)),
+        searched.tried,
+        len(searched.fitting),
         usable,
         described,
         prices,
@@ -129,24 +130,24 @@ def tune(
 
 def _nothing(
     model: Description,
-    found: Any,
+    searched: Search,
     devices: int,
     usable: float,
     fixed: Mapping[str, Any],
     device: Device,
 ) -> ValueError:
     """Return the error for a model that no form fits."""
-    given = ", ".join(f"{name}={value}" for name, value in fixed.items())
-    where = f"{devices:,} devices {device.name}{f' with {given}' if given else ''}"
-    if not found.smallest_of:
-        why = next(iter(found.refused.values()), None)
+    fixed_text = ", ".join(f"{name}={value}" for name, value in fixed.items())
+    where = f"{devices:,} devices {device.name}{f' with {fixed_text}' if fixed_text else ''}"
+    if not searched.smallest_of:
+        why = next(iter(searched.refused.values()), None)
         if why is None:
             why = (
                 f"no sizes of the axes have {devices:,} as their product and numbers of data ranks "
                 f"that divide the {model.rows:,} rows of the batch"
             )
         return ValueError(f"tune: no form of {type(model.model).__name__} for {where}: {why}")
-    smallest = min(found.smallest_of.values(), key=lambda candidate: candidate.memory.total)
+    smallest = min(searched.smallest_of.values(), key=lambda candidate: candidate.memory.total)
     part = max(vars(smallest.memory).items(), key=lambda item: item[1])
     return ValueError(
         f"tune: {type(model.model).__name__} does not fit on {where}: the smallest form "

@@ -340,7 +340,7 @@ def test_equal_views_share_tables():
     view = view_of((64, 64), 1, 8)
     key = (True, (4, 4), 16, True)
     tables = [
-        strided.remembered([view], key, lambda: make_tables([PlacedView(0, view)], *key))
+        strided.cached_tables([view], key, lambda: make_tables([PlacedView(0, view)], *key))
         for _ in range(2)
     ]
     assert tables[0] is tables[1]

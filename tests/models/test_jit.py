@@ -39,19 +39,20 @@ def _causal(name: str, **config: Any) -> Callable[[], nn.Module]:
     return lambda: getattr(tf, f"{name}ForCausalLM")(getattr(tf, f"{name}Config")(**config))
 
 
-def _gpt2() -> nn.Module:
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
+def _gpt2(layers: int = 2) -> nn.Module:
+    sizes = {"n_embd": 32, "n_layer": layers, "n_head": 4, "n_positions": 32}
     return tf.GPT2LMHeadModel(
         tf.GPT2Config(vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **sizes)
     )
 
 
-def _bert() -> nn.Module:
-    return tf.BertForMaskedLM(tf.BertConfig(**_SIZES, max_position_embeddings=32))
+def _bert(layers: int = 2) -> nn.Module:
+    sizes = _SIZES | {"num_hidden_layers": layers}
+    return tf.BertForMaskedLM(tf.BertConfig(**sizes, max_position_embeddings=32))
 
 
-def _t5() -> nn.Module:
-    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+def _t5(layers: int = 2) -> nn.Module:
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": layers, "num_heads": 4}
     config = tf.T5Config(
         vocab_size=VOCABULARY, pad_token_id=0, decoder_start_token_id=0, eos_token_id=1, **sizes
     )
@@ -119,6 +120,16 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }  # fmt: skip
 
 
+ONE_LAYER = _GROUPED | {"num_hidden_layers": 1}
+OF_ONE_LAYER: dict[str, Callable[[], nn.Module]] = {  # Inductor compiles each for minutes
+    "Llama": _causal("Llama", **ONE_LAYER),
+    "GPT-2": lambda: _gpt2(1),
+    "BERT": lambda: _bert(1),
+    "T5": lambda: _t5(1),
+    "Mixtral": _causal("Mixtral", **ONE_LAYER, **_EXPERTS),
+}
+
+
 def batch(name: str, step: int) -> dict[str, torch.Tensor]:
     """Return the whole batch of a step; every other one has padding."""
     generator = torch.Generator().manual_seed(step)
@@ -159,16 +170,24 @@ def plan_of(name: str) -> Any:
     }
 
 
-def train(name: str, form: str, inputs: str, jit: bool, backend: str = "eager") -> dict[str, Any]:
+def train(
+    name: str,
+    form: str,
+    inputs: str,
+    jit: bool,
+    backend: str = "eager",
+    models: dict[str, Callable[[], nn.Module]] = MODELS,
+) -> dict[str, Any]:
     """Return the losses, the parameters, and the numbers of graphs and of parts."""
     axes = tuple(form.split("+"))
     mesh = sm.init_device_mesh("cpu", (2,) * len(axes), axis_names=axes)
     torch.manual_seed(0)
-    model = MODELS[name]()
+    model = models[name]()
     if "tp" in axes:
         parallelize(model, mesh, plan_of(name))
     if "fsdp" in axes:
-        fully_shard(model, mesh, axes="fsdp", units=model._no_split_modules or "auto")
+        units: Any = model._no_split_modules or "auto"
+        fully_shard(model, mesh, axes="fsdp", units=units)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
 
     def step(values: Any) -> Any:
@@ -225,6 +244,52 @@ def test_five_steps_have_the_bits_of_eager(name: str, form: str, inputs: str) ->
                 assert torch.equal(one, two), key
         assert not values["parts"]
         assert str(values["graphs"]) == documented()[name][FORMS.index(form)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", OF_ONE_LAYER)
+def test_inductor_has_the_losses_of_eager(name: str) -> None:
+    expected = sm.simulate(2)(train)(name, "fsdp", "sharded", False, models=OF_ONE_LAYER)
+    compiled = sm.simulate(2)(train)(name, "fsdp", "sharded", True, "inductor", models=OF_ONE_LAYER)
+    for values, other in zip(compiled, expected, strict=True):
+        losses, eager = torch.stack(values["losses"]), torch.stack(other["losses"])
+        torch.testing.assert_close(losses, eager, rtol=1e-4, atol=0)
+        assert not values["parts"]
+        assert str(values["graphs"]) == documented()[name][0]
+
+
+def tensors_of(x: Any) -> list[torch.Tensor]:
+    """Return the tensors of an output of a model, also those of its cache."""
+    if isinstance(x, torch.Tensor):
+        return [x]
+    if hasattr(x, "__dict__") and not isinstance(x, (dict, type)):
+        return tensors_of(vars(x))
+    children = x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else ()
+    return [tensor for child in children for tensor in tensors_of(child)]
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("name", ["Llama", "GPT-2", "T5", "Gemma2", "Mixtral", "Mamba2"])
+def test_a_model_that_returns_its_cache_is_one_graph(name: str) -> None:
+    """`use_cache` is on by default: each call makes a cache and returns it."""
+    torch.manual_seed(0)
+    model = MODELS[name]().eval()
+    jitted = sm.jit(model, backend="eager")
+    for i in range(0, 6, 2):  # without padding
+        values = batch(name, i)
+        one, other = jitted(**values), model(**values)
+        gradients = []
+        for out in (one, other):
+            model.zero_grad()
+            out.loss.backward()
+            gradients.append([p.grad for p in model.parameters()])
+        assert all(map(torch.equal, *gradients))
+        assert len(tensors_of(other)) > 2
+        assert type(one) is type(other)
+        assert all(map(torch.equal, tensors_of(one), tensors_of(other)))
+    assert len(jitted.recorded) == 1
+    assert jitted.recorded[0].entry.calls == 2
 
 
 def documented() -> dict[str, list[str]]:

@@ -63,11 +63,10 @@ class Host:
     def address(self) -> str:
         return ADDRESSES[self.name]
 
-    def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-        """Start a program on this host; `options` are those of Popen. Killing it does not kill its
-        children.
-        """
-        enter = [
+    @property
+    def prefix(self) -> list[str]:
+        """The prefix of a command that runs on this host."""
+        return [
             "nsenter",
             f"--target={self.init}",
             "--user",
@@ -76,8 +75,14 @@ class Host:
             "--mount",
             "--uts",
             "--pid",
+            "--",
         ]
-        return subprocess.Popen([*enter, "--", *command], text=True, **options)
+
+    def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+        """Start a program on this host; `options` are those of Popen. Killing it does not kill its
+        children.
+        """
+        return subprocess.Popen([*self.prefix, *command], text=True, **options)
 
     def run(self, *command: str) -> str:
         """Run a short command and return its output."""

@@ -24,9 +24,13 @@ from .call_text import call_text
 from .stream_events import Mark, StreamEvents
 from .trace_buffer import (
     MOST_SPLITS,
+    RECORD_END,
     RECORD_WORDS,
     RECORDS,
     RING,
+    SLOT_LINEAGE,
+    SLOT_RECORD,
+    SLOT_ROUTE,
     SLOT_WORDS,
     Header,
     TraceBuffer,
@@ -150,6 +154,25 @@ class CallWaits(Protocol):
         """Compare how much each rank sends with what its receiver expects."""
 
 
+class Neighbour:
+    """Where a recorder finds what another rank has called on its group.
+
+    Attributes:
+        words: the rank's trace buffer.
+        row: where the group's row begins in it, in words.
+        last_slot: the number of slots of the row, a power of two, less one.
+        called_at: which word has how many collectives were called.
+    """
+
+    __slots__ = ("called_at", "last_slot", "row", "words")
+
+    def __init__(self, buffer: TraceBuffer, number: int) -> None:
+        self.words: Any = buffer.words
+        self.row = row_of(number)
+        self.last_slot = slots_of(number) - 1
+        self.called_at = called_at(number)
+
+
 class CallMonitor(Protocol):
     """What groups and recorders need of the monitor of their job: `Monitor`.
 
@@ -194,8 +217,7 @@ class Recorder:
         row: where the group's row begins in this rank's trace buffer, in words; None if there is no
             room for it.
         settled: how many of its collectives all ranks have called.
-        others: of the neighbours that are known so far (words of the trace buffer, where the
-            group's row begins, its slots - 1, where it has how many collectives were called).
+        others: the neighbours that are known so far; empty without a monitor.
         needs_rendezvous: whether ranks wait for each other before the first collective, for which
             torch connects them.
         is_channel: whether it is for messages between two ranks.
@@ -210,7 +232,7 @@ class Recorder:
         "_calls",
         "_comm_context",
         "_data",
-        "_last",
+        "_last_slot",
         "_number_bits",
         "_numbers",
         "buffer",
@@ -234,19 +256,24 @@ class Recorder:
     def __init__(
         self, group: RecordedGroup, buffer: TraceBuffer, monitor: CallMonitor | None
     ) -> None:
-        self.group, self.buffer, self.monitor = group, buffer, monitor
+        self.group = group
+        self.buffer = buffer
+        self.monitor = monitor
+        self.key = stable_hash(group.identity())
+        self.tag: CommTag | None = None
+        self.called = self.settled = self.caller = 0
+        self.others: list[Neighbour] = []
+        self.stream_mark: Mark | None = None
+        # What `enter` needs of others, at hand:
         self.words: Any = buffer.words
         self._data = buffer.data
         self._numbers = buffer.numbers
         self._comm_context = group.comm_context
-        self.key = stable_hash(group.identity())
         self._calls: dict[Any, _CachedCall] = {}
-        self.number = self._number_bits = self._last = self._called_at = 0
-        self.tag: CommTag | None = None
+        # The group's place in the trace buffer, claimed at the first call:
+        self.number = self._number_bits = 0  # the second as the upper bits of a record's first word
         self.row: int | None = None
-        self.called = self.settled = self.caller = 0
-        self.others: list[tuple[Any, int, int, int]] = []
-        self.stream_mark: Mark | None = None
+        self._last_slot = self._called_at = 0  # as those of a `Neighbour`
 
     def enter(
         self,
@@ -279,11 +306,11 @@ class Recorder:
             call = self._new_call(op, how, dtype, size, tag)
         sequence = self.called
         self.called = sequence + 1
-        # Most calls come from the same line as the last one. (`sys._getframe` is fast, walking up
-        # the frames is not.)
         context = self._comm_context
-        line = 0
         fingerprint = call.fingerprint
+        # The line: that of a step that another line has begun; else most calls come from the same
+        # line as the last one. (`sys._getframe` is fast, walking up the frames is not.)
+        line = 0
         origin = context.origin
         if origin is not None:
             place, step = origin
@@ -320,17 +347,19 @@ class Recorder:
         row = self.row
         if row is None:
             return number
-        slot = row + (sequence & self._last) * SLOT_WORDS
+        # Publish, then compare.
+        slot = row + (sequence & self._last_slot) * SLOT_WORDS
         own_word = (sequence & 0xFFFF) << 48 | fingerprint
         words[slot] = 0  # so that no rank pairs the new lineage with the old fingerprint
-        words[slot + 3] = route
-        words[slot + 2] = number
-        words[slot + 1] = lineage
+        words[slot + SLOT_ROUTE] = route
+        words[slot + SLOT_RECORD] = number
+        words[slot + SLOT_LINEAGE] = lineage
         words[slot] = own_word
         words[self._called_at] = sequence + 1
         if monitor is not None:
-            for other_words, start, last, _ in self.others:
-                slot = start + (sequence & last) * SLOT_WORDS
+            for other in self.others:
+                other_words = other.words
+                slot = other.row + (sequence & other.last_slot) * SLOT_WORDS
                 other_word = other_words[slot]
                 if other_word != own_word:
                     if not other_word or other_word >> 48 != sequence & 0xFFFF:
@@ -338,7 +367,7 @@ class Recorder:
                     if not same_call(other_word, own_word):
                         monitor.waiting.wait_for_votes(self)
                         continue
-                other_lineage = other_words[slot + 1]
+                other_lineage = other_words[slot + SLOT_LINEAGE]
                 if other_lineage != lineage and unlike(other_lineage, lineage):
                     monitor.waiting.wait_for_votes(self)
             if (sequence == 0 or monitor.is_strict) and self.needs_rendezvous:
@@ -349,7 +378,10 @@ class Recorder:
 
     def detach(self, buffer: TraceBuffer) -> None:
         """Record to another trace buffer from now on, and compare nothing."""
-        self.buffer, self.words, self.monitor, self.others = buffer, buffer.words, None, []
+        self.buffer = buffer
+        self.words = buffer.words
+        self.monitor = None
+        self.others = []
 
     def show_splits(self, number: int, sent: Sequence[int], expected: Sequence[int]) -> None:
         """Publish and compare the splits of an all_to_all without a tag. Raises: WatchError."""
@@ -357,7 +389,7 @@ class Recorder:
             return
         self.buffer.write_splits(number, sent, expected)
         # from now on other ranks may read them
-        self.words[self.row + (self.called - 1 & self._last) * SLOT_WORDS + 3] = 1
+        self.words[self.row + (self.called - 1 & self._last_slot) * SLOT_WORDS + SLOT_ROUTE] = 1
         self.monitor.waiting.compare_splits(self, self.called - 1)
 
     def record_of(self, sequence: int) -> int:
@@ -367,11 +399,11 @@ class Recorder:
         """
         if self.row is None:
             return self.words[_COUNT] - 1
-        return self.words[self.row + (sequence & self._last) * SLOT_WORDS + 2]
+        return self.words[self.row + (sequence & self._last_slot) * SLOT_WORDS + SLOT_RECORD]
 
     def keeps(self, sequence: int) -> bool:
         """Return whether the row still has one of the collectives called."""
-        return self.row is not None and self.called - sequence <= self._last + 1
+        return self.row is not None and self.called - sequence <= self._last_slot + 1
 
     def call_and_line(self, number: int) -> str:
         """Return the collective of this record and its line, for messages."""
@@ -395,24 +427,21 @@ class Recorder:
         """Record that the collective of this record has ended."""
         words = self.words
         if words[_COUNT] - number < RECORDS:  # else its slot belongs to a newer record
-            words[RING + (number & _LAST_RECORD) * RECORD_WORDS + 4] = monotonic_ns()
+            words[RING + (number & _LAST_RECORD) * RECORD_WORDS + RECORD_END] = monotonic_ns()
 
     def find_neighbours(self, directory: TraceBuffers) -> None:
         """Find the rows of the ranks to compare with, as far as they have called something.
 
         All in a small group, else both neighbours.
         """
-        me, size = self.group.rank, self.group.size
-        near = range(1, size) if size <= _SMALL else (1, size - 1)
-        neighbours = (directory.buffer_of(self.group.ranks[(me + step) % size]) for step in near)
-        groups = [
-            (buffer, buffer.find_group(self.key)) for buffer in neighbours if buffer is not None
-        ]
-        self.others = [
-            (buffer.words, row_of(at), slots_of(at) - 1, called_at(at))
-            for buffer, at in groups
-            if at is not None
-        ]
+        rank, size = self.group.rank, self.group.size
+        distances = range(1, size) if size <= _SMALL else (1, size - 1)
+        self.others = []
+        for distance in distances:
+            buffer = directory.buffer_of(self.group.ranks[(rank + distance) % size])
+            number = None if buffer is None else buffer.find_group(self.key)
+            if buffer is not None and number is not None:
+                self.others.append(Neighbour(buffer, number))
 
     def _new_call(
         self, op: str, how: str, dtype: Any, size: int, tag: CommTag | None
@@ -439,7 +468,7 @@ class Recorder:
         number = self._find_row()
         if number is not None:
             self.number, self._number_bits, self.row = number, number << 48, row_of(number)
-            self._last, self._called_at = slots_of(number) - 1, called_at(number)
+            self._last_slot, self._called_at = slots_of(number) - 1, called_at(number)
         else:
             self._number_bits = NO_GROUP << 48
 

@@ -29,9 +29,12 @@ from typing import Any, NamedTuple
 from ...text import printable
 
 GROUPS, SLOTS, SLOT_WORDS = 256, 64, 4  # groups beyond these are recorded, but not compared
+# words of a slot of a group's row after the first, which is the fingerprint
+SLOT_LINEAGE, SLOT_RECORD, SLOT_ROUTE = 1, 2, 3
 # the first groups have longer rows: CUDA queues about 1000 launches, so far apart may hosts be
 LONG_ROWS, LONG_SLOTS = 16, 1024
 RECORDS, RECORD_WORDS = 4096, 8
+RECORD_END = 4  # the word of a record with the time of its end
 HEADER_BYTES, STACK_BYTES, TEXT_BYTES = 1024, 31 * 1024, 1 << 20
 GROUP_TABLE = (HEADER_BYTES + STACK_BYTES) // 8  # in words, like the next ones
 GROUP_WORDS = 3

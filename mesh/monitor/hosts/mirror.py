@@ -109,17 +109,17 @@ class BufferSource:
         self.buffer = buffer
         self.versions: dict[int, int] = {}
 
-    def changed(self) -> dict[int, bytes]:
+    def changed_parts(self) -> dict[int, bytes]:
         """Return the parts that have changed since the last call, by where they start."""
-        changed_parts = {}
+        parts_by_start = {}
         versions = {}
         for start, length in parts(self.buffer):
             data = bytes(self.buffer.data[start : start + length])
             versions[start] = zlib.crc32(data)
             if self.versions.get(start) != versions[start]:
-                changed_parts[start] = data
+                parts_by_start[start] = data
         self.versions = versions
-        return changed_parts
+        return parts_by_start
 
 
 class BufferCopy:

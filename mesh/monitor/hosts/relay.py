@@ -16,6 +16,10 @@ In the store, under "shardmesh/relay/JOB":
     page/RANK/START      a part of a trace buffer
 
 Each host reads what all others write, so from 8 hosts on they exchange less often.
+
+Two threads of a rank work here. The relay's own talks to the store (`_run`); what it has fetched
+lies in the copies, which are all that the rest of the monitor sees. The watchdog's calls `look`,
+which never waits: it marks silent hosts, and compares collectives with the copies.
 """
 
 from __future__ import annotations
@@ -26,16 +30,17 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore
 
-from ...comm.recording.recorder import Recorder, unlike
+from ...comm.recording.recorder import Neighbour, Recorder, unlike
 from ...comm.recording.trace_buffer import (
     BUFFER_BYTES,
     MAY_GO_ON,
+    SLOT_LINEAGE,
     SLOT_WORDS,
     Header,
     RankState,
@@ -72,6 +77,7 @@ from ..verdict import Verdict
 from .mirror import BufferCopy, BufferSource, checked_header, is_part, make_copy
 
 _LOST_S = 10.0  # a host that is silent for so long counts as lost
+_DOUBT_S = 1.0  # after which it is looked for in other ways, if there are any
 _TICK_S = 0.1  # between two exchanges; 0.02 while a rank of this host waits
 _EAGER_S = 0.02
 _FEW_HOSTS = 8
@@ -138,24 +144,33 @@ def start_relay(job: Job, store: Any) -> Relay | None:
 
 
 class Relay:
-    """Publish for this host when this rank has to, and compare with neighbours elsewhere."""
+    """Publish for this host when this rank has to, and compare with neighbours elsewhere.
+
+    Attributes:
+        lost_after_s: how long a host is silent before it counts as lost.
+    """
 
     def __init__(self, job: Job, store: Any, address: str, shares_store: bool = False) -> None:
-        self._job, self._directory, self._address = job, job.directory, address
-        # the thread makes a connection of its own, which takes long where names are not resolved
-        self._shares_store = shares_store
+        self._job = job
+        self._directory = job.directory
+        self._address = address
         self._store: Any = store
+        # until the thread has made a connection of its own, which takes long where names are not
+        # resolved
+        self._shares_store = shares_store
         self.lost_after_s = _seconds(os.environ, "SHARDMESH_HOST_LOST_S", _LOST_S)
         self._name = socket.gethostname()
         self._own_ranks: tuple[int, ...] = ()
         self._others: list[Host] = []
         self._sources: dict[int, BufferSource] = {}
-        # Clocks that stop while this process is stopped: of exchanges with the store, and of looks
-        # by the watchdog; and the second clock at the last answer of the store.
+        # Two clocks that stop while this process is stopped, so that it does not blame others for
+        # its own silence. `_exchange_clock` goes with exchanges: hosts are silent by it.
+        # `_look_clock` goes with the watchdog's looks: the store is, since it read `_answered_at`.
         self._exchange_clock = self._look_clock = self._answered_at = 0.0
         self._last_look = self._last_exchange = time.monotonic()
+        # (group, collective) -> when a difference was first seen, in ns
         self._suspicion: dict[tuple[int, int], int] = {}
-        # how many collectives of a group have been compared with a neighbour's copy
+        # (group, neighbour) -> how many collectives have been compared with its copy
         self._compared: dict[tuple[int, int], int] = {}
         self._over = threading.Event()
         self._says_farewell, self._speaks_on = True, False
@@ -217,6 +232,7 @@ class Relay:
             self._job.give_up(str(error))
         except (RuntimeError, OSError):  # the connection broke, or the folder is gone
             self._sources.clear()  # which parts have arrived is not known
+            self._job.look_elsewhere()
             if not self._over.wait(_TICK_S):
                 with contextlib.suppress(RuntimeError):
                     self._store = self._store.clone()
@@ -292,6 +308,11 @@ class Relay:
         self._exchange_clock += min(now - self._last_exchange, _LONGEST_STEP_S)
         self._last_exchange = now
         self._answered_at = self._look_clock
+        if any(now_silent > _DOUBT_S for now_silent in map(self._silence, self._others)):
+            self._job.look_elsewhere()
+
+    def _silence(self, host: Host) -> float:
+        return self._exchange_clock - host.heard
 
     def _publish_last(self) -> None:
         """Publish the last state of a host.
@@ -324,7 +345,7 @@ class Relay:
     def _publish(self) -> None:
         """Write the changed parts of this host's trace buffers, and its state, to the store."""
         entries: dict[str, Any] = {}
-        said: dict[str, Any] = {
+        state: dict[str, Any] = {
             "beat": time.monotonic_ns(),
             "pages": {},
             "wanted": self._stack_requests(),
@@ -333,11 +354,13 @@ class Relay:
         for buffer in self._buffers():
             rank = buffer.words[Header.RANK]
             source = self._sources.setdefault(rank, BufferSource(buffer))
-            entries |= {f"page/{rank}/{start}": data for start, data in source.changed().items()}
-            said["pages"][rank] = list(source.versions.items())
+            entries |= {
+                f"page/{rank}/{start}": data for start, data in source.changed_parts().items()
+            }
+            state["pages"][rank] = list(source.versions.items())
         verdict = self._job.standing()
-        said["verdict"] = None if verdict is None else verdict.to_json()
-        entries[f"head/{self._own_ranks[0]}"] = json.dumps(said).encode()
+        state["verdict"] = None if verdict is None else verdict.to_json()
+        entries[f"head/{self._own_ranks[0]}"] = json.dumps(state).encode()
         self._store.multi_set(list(entries), list(entries.values()))
 
     def _fetch(self, host: Host) -> None:
@@ -345,25 +368,26 @@ class Relay:
         if not host.beat and not self._store.check([host.head]):
             return
         (data,) = self._store.multi_get([host.head])
-        said = self._said(host, data)
-        if said["beat"] == host.beat:
+        state = self._state(host, data)
+        if state["beat"] == host.beat:
             return
         parts: dict[str, bytes] = {}
-        while missing := [key for key in self._missing(host, said) if key not in parts]:
+        while missing := [key for key in self._missing_parts(host, state) if key not in parts]:
             # Read together with the head: if that has changed, so may have parts that were not
             # asked for.
             data, *values = self._store.multi_get([host.head, *missing])
             parts |= dict(zip(missing, values, strict=True))
-            if (newer := self._said(host, data))["beat"] != said["beat"]:
-                said = newer
+            newer = self._state(host, data)
+            if newer["beat"] != state["beat"]:
+                state = newer
                 parts = {}
-        self._take(host, said, parts)
+        self._take(host, state, parts)
 
     def _key(self, name: str) -> str:
         """Return the name of a key, for errors."""
         return f"shardmesh/relay/*/{name}"
 
-    def _said(self, host: Host, data: bytes) -> dict[str, Any]:
+    def _state(self, host: Host, data: bytes) -> dict[str, Any]:
         """Return the state that a host has published. Raises: StoreValueError."""
         return parsed(
             self._key(host.head),
@@ -372,14 +396,14 @@ class Relay:
             _MOST_HEAD * len(host.ranks),
         )
 
-    def _missing(self, host: Host, said: Any) -> list[str]:
+    def _missing_parts(self, host: Host, state: Any) -> list[str]:
         """Return the keys of the parts of this state that the copies do not have.
 
         Raises:
             StoreValueError: the store has no such parts.
         """
         keys: list[str] = []
-        for rank, versions in _versions(said):
+        for rank, versions in _versions(state):
             starts = self._copy(host, rank).missing(versions)
             keys += [f"page/{rank}/{start}" for start in starts]
         # to ask for a part that is not there waits without end
@@ -408,14 +432,18 @@ class Relay:
         except ValueError as error:
             raise bad_value(self._key(key), data, str(error)) from None
 
-    def _take(self, host: Host, said: Any, parts: Mapping[str, bytes]) -> None:
-        """Write the published data of a host into the copies."""
+    def _take(self, host: Host, state: Any, parts: Mapping[str, bytes]) -> None:
+        """Write the published data of a host into the copies, and act on its requests and verdict.
+
+        Raises:
+            StoreValueError: a part does not fit its place.
+        """
         for key, data in parts.items():
             _, rank, start = key.split("/")
             self._check_part(key, data, int(rank), int(start))
-        host.beat = said["beat"]
+        host.beat = state["beat"]
         host.heard = self._exchange_clock
-        for rank, versions in _versions(said):
+        for rank, versions in _versions(state):
             prefix = f"page/{rank}/"
             self._copy(host, rank).write(
                 {
@@ -425,13 +453,13 @@ class Relay:
                 },
                 versions,
             )
-        self._ask(host, said["wanted"])
-        for rank, count in said["answers"].get(str(self._own_ranks[0]), {}).items():
+        self._ask(host, state["wanted"])
+        for rank, count in state["answers"].get(str(self._own_ranks[0]), {}).items():
             if int(rank) in host.copies:
                 host.copies[int(rank)].buffer.words[Header.STACK_GIVEN] = count
-        host.is_notified = said["verdict"] is not None
+        host.is_notified = state["verdict"] is not None
         if host.is_notified and self._job.standing() is None:
-            self._job.fail(said["verdict"])
+            self._job.fail(state["verdict"])
 
     # -- questions for stacks ----------------------------------------------------------------------
 
@@ -470,10 +498,7 @@ class Relay:
     # -- silence and differences, called by the watchdog -------------------------------------------
 
     def look(self) -> None:
-        """Mark hosts that are silent, and compare this rank's collectives with neighbours'.
-
-        With those of its neighbours on other hosts.
-        """
+        """Mark silent hosts, and compare this rank's collectives with copies of neighbours'."""
         now = time.monotonic()
         self._look_clock += min(now - self._last_look, _LONGEST_STEP_S)
         self._last_look = now
@@ -488,7 +513,7 @@ class Relay:
         unanswered = self._look_clock - self._answered_at
         store = f"the store at {self._address}"
         for host in self._others:
-            silent = self._exchange_clock - host.heard
+            silent = self._silence(host)
             if unanswered > self.lost_after_s:
                 self._lose(
                     host,
@@ -502,9 +527,16 @@ class Relay:
                     f"{store} answers {self._name}",
                 )
 
+    def lose(self, ranks: Collection[int], reason: str) -> None:
+        """Mark ranks of other hosts as lost."""
+        for host in self._others:
+            self._mark([self._copy(host, rank) for rank in host.ranks if rank in ranks], reason)
+
     def _lose(self, host: Host, reason: str) -> None:
         """Mark all ranks of a host as lost, at once, so that an error names them all."""
-        copies = [self._copy(host, rank) for rank in host.ranks]
+        self._mark([self._copy(host, rank) for rank in host.ranks], reason)
+
+    def _mark(self, copies: Sequence[BufferCopy], reason: str) -> None:
         running = [copy for copy in copies if copy.buffer.words[Header.STATE] == RankState.RUNNING]
         for copy in running:
             copy.set_reason(reason)
@@ -512,16 +544,16 @@ class Relay:
             copy.mark_lost()
 
     def _compare(self, recorder: Recorder) -> None:
-        """Compare a group's collectives with copies.
+        """Compare a group's collectives with copies of neighbours on other hosts.
 
-        What main threads compared with when they called was older than that.
+        Main threads compare when they call, with copies that are older than the call.
         """
         for neighbour in recorder.others:
-            words = neighbour[0]
+            words = neighbour.words
             if words[Header.PID_SPACE] or recorder.row is None:
                 continue
             key = recorder.key, id(words)
-            both = min(recorder.called, words[neighbour[3]])
+            both = min(recorder.called, words[neighbour.called_at])
             sequence = _first_difference(recorder, neighbour, self._compared.get(key, 0), both)
             if sequence is None:
                 self._compared[key] = both
@@ -532,9 +564,9 @@ class Relay:
                 self._job.fail(verdict)
 
 
-def _versions(said: Any) -> list[tuple[int, dict[int, int]]]:
+def _versions(state: Any) -> list[tuple[int, dict[int, int]]]:
     """Return for each rank of a published state the versions of its parts, by start."""
-    return [(int(rank), dict(versions)) for rank, versions in said["pages"].items()]
+    return [(int(rank), dict(versions)) for rank, versions in state["pages"].items()]
 
 
 def _name_of(place: str) -> str:
@@ -543,50 +575,47 @@ def _name_of(place: str) -> str:
     return shortened(name)
 
 
-def _checked_state(said: dict[str, Any], ranks: Sequence[int]) -> dict[str, Any]:
+def _checked_state(state: dict[str, Any], ranks: Sequence[int]) -> dict[str, Any]:
     """Return the state of a host, with its verdict parsed. Raises: ValueError."""
-    has_fields(said, ("beat", "pages", "wanted", "answers", "verdict"))
-    whole(said["beat"])
-    for rank, versions in checked(said["pages"], dict).items():
+    has_fields(state, ("beat", "pages", "wanted", "answers", "verdict"))
+    whole(state["beat"])
+    for rank, versions in checked(state["pages"], dict).items():
         if number(rank) not in ranks:
             raise ValueError(f"rank {shortened(rank, 20)} is not on that host")
         for pair in checked_list(versions, list):
             start, _ = (whole(value) for value in pair)
             if start >= BUFFER_BYTES:
                 raise ValueError(f"a trace buffer has no byte {start}")
-    for asked in (said["wanted"], *checked(said["answers"], dict).values()):
+    for asked in (state["wanted"], *checked(state["answers"], dict).values()):
         for rank, count in checked(asked, dict).items():
             number(rank)
             whole(count)
-    list(map(number, said["answers"]))
-    if said["verdict"] is not None:
-        said["verdict"] = Verdict.from_json(checked(said["verdict"], str))
-    return said
+    list(map(number, state["answers"]))
+    if state["verdict"] is not None:
+        state["verdict"] = Verdict.from_json(checked(state["verdict"], str))
+    return state
 
 
 def _first_difference(
-    recorder: Recorder, neighbour: tuple[Any, int, int, int], first: int, both: int
+    recorder: Recorder, neighbour: Neighbour, first: int, both: int
 ) -> int | None:
-    """Return the first collective from `first` on in which a neighbour differs.
+    """Return the first collective from `first` on in which a neighbour differs; None if in none.
 
-    Of those that both have called and still have.
+    Args:
+        both: how many collectives both have called. Of these, those that both still have count.
     """
-    other_words, row, last, _ = neighbour
-    own_words = recorder.words
-    start = recorder.row or 0
-    slots = slots_of(recorder.number)
-    for sequence in range(
-        max(first, recorder.called - slots + _ABOUT_TO_GO, both - last - 1 + _ABOUT_TO_GO), both
-    ):
-        own_slot = start + (sequence & (slots - 1)) * SLOT_WORDS
-        other_slot = row + (sequence & last) * SLOT_WORDS
-        one, two = own_words[own_slot], other_words[other_slot]
-        if (
-            one
-            and two
-            and one >> 48 == two >> 48
-            and (one != two or unlike(own_words[own_slot + 1], other_words[other_slot + 1]))
-        ):
+    own_words, other_words = recorder.words, neighbour.words
+    own_row = recorder.row or 0
+    last_slot = slots_of(recorder.number) - 1
+    oldest = max(recorder.called - last_slot, both - neighbour.last_slot) - 1 + _ABOUT_TO_GO
+    for sequence in range(max(first, oldest), both):
+        own_slot = own_row + (sequence & last_slot) * SLOT_WORDS
+        other_slot = neighbour.row + (sequence & neighbour.last_slot) * SLOT_WORDS
+        own_word, other_word = own_words[own_slot], other_words[other_slot]
+        if not own_word or not other_word or own_word >> 48 != other_word >> 48:
+            continue
+        own_lineage = own_words[own_slot + SLOT_LINEAGE]
+        if own_word != other_word or unlike(own_lineage, other_words[other_slot + SLOT_LINEAGE]):
             return sequence
     return None
 

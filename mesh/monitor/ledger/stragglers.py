@@ -129,12 +129,12 @@ class StragglerReport:
             + left_out
         )
 
-    def _shown(self) -> list[int]:
+    def _latest_ranks(self) -> list[int]:
         late = self.all.for_rank
         return sorted(sorted(self.ranks, key=lambda rank: -late.get(rank, 0.0))[:_COLUMNS])
 
     def _steps(self) -> list[str]:
-        shown = self._shown()
+        shown = self._latest_ranks()
         heads = ["step", "waited for", "share", "all wait ms", *(f"rank {rank}" for rank in shown)]
         named = [*self.steps.items(), ("all", self.all)]
         rows = [
@@ -145,7 +145,7 @@ class StragglerReport:
 
     def _ranks(self) -> list[str]:
         between = self.all.between
-        shown = self._shown()
+        shown = self._latest_ranks()
         heads = ["ms waited by", *(f"for rank {rank}" for rank in shown)]
         rows = [
             [f"rank {rank}", *(_ms(between.get((rank, other), 0.0)) for other in shown)]

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ...comm.recording.recorder import _COUNT, _LAST_RECORD
-from ...comm.recording.trace_buffer import RECORD_WORDS, RECORDS, RING, Header
+from ...comm.recording.trace_buffer import RECORD_END, RECORD_WORDS, RECORDS, RING, Header
 from ...comm.thread_context import thread_context
 from ...errors import CollectiveError
 from ...settings import monotonic_ns, settings
@@ -343,7 +343,7 @@ def _wait(original: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             words = recorder.words
             if words[_COUNT] - number < RECORDS:  # as in `leave`
-                words[RING + (number & _LAST_RECORD) * RECORD_WORDS + 4] = monotonic_ns()
+                words[RING + (number & _LAST_RECORD) * RECORD_WORDS + RECORD_END] = monotonic_ns()
             return True
         recorder.begin(sequence)
         try:

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -67,6 +67,13 @@ class StoredLeaf:
     is_sharded: bool = False
 
 
+class StoredFile(NamedTuple):
+    """A file: its bytes, and the (offset, length, CRC-32) of each piece in it."""
+
+    size: int
+    pieces: list[tuple[int, int, int]]
+
+
 @dataclass(frozen=True)
 class Stored:
     """A checkpoint's leaves by name, structure and sizes of files; `step` is None from torch."""
@@ -116,13 +123,13 @@ def manifest_of(
     step: int,
     world: int,
     structure: Structure,
-    files: Mapping[str, tuple[int, list[tuple[int, int, int]]]],
+    files: Mapping[str, StoredFile],
     sharded: Sequence[str],
 ) -> bytes:
     """Return the manifest: size and pieces of each file, with a checksum of itself.
 
-    Of a piece `(offset, length, CRC-32)`. And which leaves are `ShardedTensor`s: optimizers compute
-    with parameters and their states, which must be on one mesh.
+    And which leaves are `ShardedTensor`s: optimizers compute with parameters and their states,
+    which must be on one mesh.
     """
     manifest = {
         "format": _FORMAT,
@@ -130,7 +137,7 @@ def manifest_of(
         "world": world,
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "checksum": "crc32",
-        "files": {file: {"size": size, "pieces": pieces} for file, (size, pieces) in files.items()},
+        "files": {name: {"size": file.size, "pieces": file.pieces} for name, file in files.items()},
         "tree": structure,
         "sharded": list(sharded),
     }

@@ -4,6 +4,10 @@ x: [batch, 8, 16] @ P(None, None, "tp")    one example: [8, 16] @ P(None, "tp"),
                                            torch.func.vmap
 x: [batch, 8, 16] @ P("dp", None, "tp")    the same on the mesh (tp,): each rank of dp has examples
                                            of its own
+
+A call finds the mapped dim of each argument and how it is split (`_Batched`), lays the arguments
+out so, hands this rank's examples to `torch.func.vmap`, and gives the results their batch dim
+(`_Run`).
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +44,9 @@ from .parts import layout_with, layout_without, same_type
 
 Axes = Any  # an int, None, or a tree of them that is a prefix of the arguments'
 Cuts = tuple[Cut, ...]
+_AXES = PrefixKind(
+    lambda x: x is None or (isinstance(x, int) and not isinstance(x, bool)), "an int or None"
+)
 
 
 def vmap(
@@ -106,7 +113,11 @@ def vmap(
 
 
 class _Batched:
-    """A function of batches; see `vmap`."""
+    """A function of batches; see `vmap`.
+
+    Attributes:
+        names: the axes that split the mapped dim, `()` for none; None: as the arguments are split.
+    """
 
     def __init__(
         self,
@@ -127,9 +138,9 @@ class _Batched:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         keep_compiler_out()
         leaves, tree = flatten((args, kwargs))
-        axes = self._axes(args, kwargs, leaves)
-        size = self._size(leaves, axes, args, kwargs)
-        cuts, mesh = self._split(leaves, axes)
+        axes = self._mapped_dims(args, kwargs, leaves)
+        size = self._batch_size(leaves, axes, args, kwargs)
+        cuts, mesh = self._batch_cuts(leaves, axes)
         run = _Run(self, size, cuts, mesh)
         leaves = run.lay_out_leaves(leaves, axes)
         out = run(leaves, axes, tree)
@@ -138,7 +149,7 @@ class _Batched:
 
     # -- mapped arguments --------------------------------------------------------------------------
 
-    def _axes(self, args: Any, kwargs: Any, leaves: list[Any]) -> list[int | None]:
+    def _mapped_dims(self, args: Any, kwargs: Any, leaves: list[Any]) -> list[int | None]:
         """Return the mapped dim of every leaf, counted from the front."""
         axes = broadcast_prefix(f"vmap({self.name}): in_axes", self.in_axes, args, _AXES)
         axes += [0] * (len(leaves) - len(axes))
@@ -162,7 +173,8 @@ class _Batched:
             f"vmap({self.name}): argument {path}" for path in [*paths_of(args), *paths_of(kwargs)]
         ]
 
-    def _size(self, leaves: list[Any], axes: list[int | None], args: Any, kwargs: Any) -> int:
+    def _batch_size(self, leaves: list[Any], axes: list[int | None], args: Any, kwargs: Any) -> int:
+        """Return the number of examples, which all mapped dims and `axis_size` must agree on."""
         pairs = enumerate(zip(leaves, axes, strict=True))
         sizes = {i: leaf.shape[axis] for i, (leaf, axis) in pairs if axis is not None}
         lengths = set(sizes.values()) | (set() if self.axis_size is None else {self.axis_size})
@@ -179,8 +191,10 @@ class _Batched:
 
     # -- layouts -----------------------------------------------------------------------------------
 
-    def _split(self, leaves: list[Any], axes: list[int | None]) -> tuple[Cuts, DeviceMesh | None]:
-        """Return how the mapped dim is split, and on which mesh."""
+    def _batch_cuts(
+        self, leaves: list[Any], axes: list[int | None]
+    ) -> tuple[Cuts, DeviceMesh | None]:
+        """Return how the mapped dim is split, and on which mesh; None if it is not split."""
         sharded = [x for x in leaves if isinstance(x, ShardedTensor)]
         split = [
             (x._layout, x._layout.spec.cuts[axis])
@@ -220,11 +234,43 @@ class _Batched:
         return True
 
 
+class _Example(NamedTuple):
+    """An argument of one call.
+
+    Attributes:
+        part: this rank's part, with all of its examples.
+        axis: the mapped dim of the part; None if the examples share the argument.
+        layout: of one example; None for a plain tensor, and for what is no tensor.
+    """
+
+    part: Any
+    axis: int | None
+    layout: Layout | None
+
+
+class _ExampleResult(NamedTuple):
+    """A result of the function of one example.
+
+    Attributes:
+        value: what the function returned.
+        part: its local tensor.
+        axis: the position of the batch dim to come; None if it does not depend on the example.
+        layout: of one example; None for a plain tensor.
+    """
+
+    value: Any
+    part: Tensor
+    axis: int | None
+    layout: Layout | None
+
+
 class _Run:
     """One call.
 
     Attributes:
+        size: the number of examples.
         count: this rank's number of examples.
+        cuts, mesh: how the mapped dim is split, and on which mesh; see `_Batched._batch_cuts`.
         batch: how examples are split; None if they are not.
     """
 
@@ -263,7 +309,7 @@ class _Run:
         moving, pairs = [], []
         for i, (x, axis) in enumerate(zip(out, axes, strict=True)):
             if isinstance(x, ShardedTensor):
-                dst = self._target(x._layout, axis)
+                dst = self._layout_in_batch(x._layout, axis)
                 if dst is not x._layout:
                     moving.append(i)
                     pairs.append((x._layout, dst))
@@ -275,7 +321,8 @@ class _Run:
                 out[i] = ShardedTensor._make(part, dst)
         return out
 
-    def _target(self, layout: Layout, axis: int | None) -> Layout:
+    def _layout_in_batch(self, layout: Layout, axis: int | None) -> Layout:
+        """Return an argument's layout with its mapped dim, and no other, split as the batch is."""
         spec = layout.spec
         if self.batch is not None:
             if layout.mesh is not self.mesh:
@@ -287,92 +334,96 @@ class _Run:
         cuts = [self.cuts if d == axis else cut for d, cut in old]
         return layout.replace(P.of_cuts(cuts, dict(spec.unreduced)))
 
-    def _example(self, x: Any, axis: int | None) -> tuple[Any, int | None, Layout | None]:
-        """Return this rank's part, its mapped dim, and the layout of one example.
-
-        The layout is None for a plain tensor.
-        """
+    def _example(self, x: Any, axis: int | None) -> _Example:
         if not isinstance(x, ShardedTensor):
-            return x, axis, None
+            return _Example(x, axis, None)
         layout, part = x._layout, known_local(x)
         if self.batch is not None:
             if self.batch.inner is None:
-                return part, axis, None
+                return _Example(part, axis, None)
             manual = P.of_cuts([self.cuts if d == axis else () for d in range(x.ndim)], {})
             layout = inner_layout(layout, manual, self.batch.axes, self.batch.inner)
         elif x.mesh.coordinate is None and axis is not None:
             # Outside the mesh: an empty part for each example.
             parts = part.unsqueeze(-1).expand(*part.shape, self.count)
-            return parts, part.ndim, layout_without(layout, axis)
-        return part, axis, layout if axis is None else layout_without(layout, axis)
+            return _Example(parts, part.ndim, layout_without(layout, axis))
+        return _Example(part, axis, layout if axis is None else layout_without(layout, axis))
 
     # -- running -----------------------------------------------------------------------------------
 
     def __call__(self, leaves: list[Any], axes: list[int | None], tree: Any) -> Any:
-        owner: _Batched = self.owner
-        results: list[Any] = []
         examples = [self._example(x, axis) for x, axis in zip(leaves, axes, strict=True)]
-        mapped = [i for i, (_, axis, _) in enumerate(examples) if axis is not None]
+        mapped = [i for i, example in enumerate(examples) if example.axis is not None]
+        out_tree: Any = None
+        results: list[_ExampleResult] = []
 
         def of_one(*batched: Tensor) -> tuple[Tensor, ...]:
-            parts = [part for part, _, _ in examples]
+            """Call the function for the mapped parts.
+
+            torch takes and returns tensors that depend on the example; all else is described in
+            `results`.
+            """
+            nonlocal out_tree, results
+            parts = [example.part for example in examples]
             for i, part in zip(mapped, batched, strict=False):
                 parts[i] = part
-            layouts = [layout for _, _, layout in examples]
-            inside = list(map(_argument, parts, layouts, leaves))
-            args, kwargs = unflatten(tree, inside)
-            with own_level(owner.randomness), self._within(inside, examples):
-                out = owner.fun(*args, **kwargs)
-            results[:] = self._results(out)
-            return tuple(part for axis, part, _, _ in results[1] if axis is not None) or (
-                batched[0],
-            )
+            layouts = [example.layout for example in examples]
+            arguments = list(map(_argument, parts, layouts, leaves))
+            args, kwargs = unflatten(tree, arguments)
+            with own_level(self.owner.randomness), self._within(arguments, layouts):
+                out = self.owner.fun(*args, **kwargs)
+            out_tree, results = self._results(out)
+            batched_results = tuple(x.part for x in results if x.axis is not None)
+            return batched_results or (batched[0],)
 
-        parts, dims = [examples[i][0] for i in mapped], [examples[i][1] or 0 for i in mapped]
+        parts = [examples[i].part for i in mapped]
+        dims = [examples[i].axis or 0 for i in mapped]
         if not parts:  # only axis_size= is given
-            parts, dims = [torch.zeros(self.size)], [0]
-        nothing = self.count == 0
-        if nothing:
+            parts = [torch.zeros(self.size)]
+            dims = [0]
+        is_empty = self.count == 0
+        if is_empty:
             # torch takes no empty batch: pass one example of zeros, and remove it from the results.
             parts = [_one_of_zeros(x, dim) for x, dim in zip(parts, dims, strict=True)]
-        batched = iter(torch.func.vmap(of_one, tuple(dims), randomness=owner.randomness)(*parts))
-        out_tree, described = results
+        of_all = torch.func.vmap(of_one, tuple(dims), randomness=self.owner.randomness)
+        batched = iter(of_all(*parts))
         outs = [
-            self._out(part if axis is None else next(batched), axis, layout, x, nothing)
-            for axis, part, layout, x in described
+            self._with_batch_dim(x.part if x.axis is None else next(batched), x, is_empty)
+            for x in results
         ]
         return unflatten(out_tree, outs)
 
     @contextmanager
-    def _within(self, inside: list[Any], examples: list[Any]) -> Iterator[None]:
-        """Enter the contexts in which the function of one example runs."""
+    def _within(self, arguments: list[Any], layouts: list[Layout | None]) -> Iterator[None]:
+        """Enter the contexts in which the function of one example runs.
+
+        Where examples are split, the first call of each signature is searched for plain parameters
+        that are no arguments.
+        """
         if self.batch is None:
             yield
             return
-        pairs = zip(inside, examples, strict=True)
-        key = tuple((getattr(x, "shape", None), layout) for x, (_, _, layout) in pairs)
+        pairs = zip(arguments, layouts, strict=True)
+        key = tuple((getattr(x, "shape", None), layout) for x, layout in pairs)
         search = torch.is_grad_enabled() and self.owner.first_time(key)
         with (
             use_batch(self.batch),
             self.batch.inner or nullcontext(),
-            _ClosedOverParams(inside) if search else nullcontext(),
+            _ClosedOverParams(arguments) if search else nullcontext(),
         ):
             yield
 
     # -- results -----------------------------------------------------------------------------------
 
-    def _results(self, out: Any) -> tuple[Any, list[Any]]:
-        """Return the tree of the results, and four things for each leaf.
-
-        Its batch dim, local part, layout, and the leaf itself.
-        """
+    def _results(self, out: Any) -> tuple[Any, list[_ExampleResult]]:
+        """Return the tree of what the function of one example returned, and its leaves."""
         leaves, tree = flatten(out)
         name = f"vmap({self.owner.name})"
         axes = broadcast_prefix(f"{name}: out_axes", self.owner.out_axes, out, _AXES)
         paths = [f"{name}: result {path}".rstrip() for path in paths_of(out)]
         return tree, [self._result(*each) for each in zip(paths, leaves, axes, strict=True)]
 
-    def _result(self, path: str, x: Any, axis: int | None) -> tuple[Any, ...]:
+    def _result(self, path: str, x: Any, axis: int | None) -> _ExampleResult:
         if isinstance(x, (bool, int, float, complex)):
             x = torch.as_tensor(x)
         if not isinstance(x, Tensor):
@@ -385,7 +436,7 @@ class _Run:
                     f"{path} depends on the example, and its out_axes are None, which is for "
                     "results that do not; give a dim"
                 )
-            return None, part, layout, x
+            return _ExampleResult(x, part, None, layout)
         if not -x.ndim - 1 <= axis <= x.ndim:
             raise ValueError(
                 f"{path} has shape {list(x.shape)} for one example, and out_axes put the batch at "
@@ -397,14 +448,18 @@ class _Run:
                 f"are split over {list(self.batch.axes)}; pass sharded tensors as arguments, with "
                 "None in in_axes"
             )
-        return axis % (x.ndim + 1), part, layout, x
+        return _ExampleResult(x, part, axis % (x.ndim + 1), layout)
 
-    def _out(
-        self, out: Tensor, axis: int | None, layout: Layout | None, example: Any, nothing: bool
-    ) -> Any:
-        """Return a result with its batch dim."""
+    def _with_batch_dim(self, out: Tensor, result: _ExampleResult, is_empty: bool) -> Any:
+        """Return a result for all examples, with its batch dim and layout.
+
+        Args:
+            out: the local tensor, with the batch dim in front if the result has one.
+            is_empty: whether `out` is of one example of zeros, which stands for none.
+        """
+        example, axis, layout = result.value, result.axis, result.layout
         if axis is not None:
-            out = out.narrow(0, 0, 0) if nothing else out
+            out = out.narrow(0, 0, 0) if is_empty else out
             outside = layout is not None and layout.mesh.coordinate is None  # type: ignore[attr-defined]
             out = out.reshape(-1)[:0] if outside else out.movedim(0, axis)
         if self.batch is not None:
@@ -460,9 +515,9 @@ class _ClosedOverParams(TorchFunctionMode):
     If examples are split, each rank would compute the gradient of its own examples only.
     """
 
-    def __init__(self, inside: Sequence[Any]) -> None:
+    def __init__(self, arguments: Sequence[Any]) -> None:
         super().__init__()
-        self._known = {id(getattr(x, "_local", x)) for x in inside}
+        self._known = {id(getattr(x, "_local", x)) for x in arguments}
         with untracked():
             self._first = torch.zeros((), requires_grad=True).clone().grad_fn._sequence_nr()  # type: ignore[union-attr]
 
@@ -486,11 +541,3 @@ class _ClosedOverParams(TorchFunctionMode):
         if not x.requires_grad or id(x) in self._known:
             return False
         return x.is_leaf or x.grad_fn._sequence_nr() < self._first  # type: ignore[union-attr]
-
-
-# -- axes ------------------------------------------------------------------------------------------
-
-
-_AXES = PrefixKind(
-    lambda x: x is None or (isinstance(x, int) and not isinstance(x, bool)), "an int or None"
-)

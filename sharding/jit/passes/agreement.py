@@ -131,13 +131,16 @@ def hash_of(schedule: Schedule) -> str:
     return hashlib.blake2b(repr(relative).encode(), digest_size=8).hexdigest()
 
 
-def announce(world: World, meshes: Sequence[Sequence[int]], name: str, reason: str) -> None:
-    """Meet all ranks before a recording.
+def announce(
+    world: World, meshes: Sequence[Sequence[int]], name: str, reason: str, may_differ: bool
+) -> bool:
+    """Meet all ranks before a recording; return whether arguments of one of them may differ.
 
     A rank that records while others run a graph is then named in the first collective.
 
     Args:
         reason: why this rank records; empty if it is its first recording.
+        may_differ: whether arguments of this rank may have other shapes on other ranks.
 
     Raises: CollectiveMismatchError, or DeadlockError where the graph of the others has no
     collectives, on all ranks.
@@ -145,7 +148,7 @@ def announce(world: World, meshes: Sequence[Sequence[int]], name: str, reason: s
     tag = CommTag.of(f"recording {name} under sm.jit")
     try:
         for ranks in rounds_of(world.rank, meshes):
-            gather_facts(world.group(ranks), None, tag=tag)
+            may_differ = any(gather_facts(world.group(ranks), may_differ, tag=tag).values())
     except WatchError as error:
         why = f" since {reason}" if reason else ""
         error.add_note(
@@ -154,6 +157,7 @@ def announce(world: World, meshes: Sequence[Sequence[int]], name: str, reason: s
             f"ranks at once, or call {name}.__wrapped__ on all ranks for such a call."
         )
         raise
+    return may_differ
 
 
 def agree(
@@ -244,18 +248,32 @@ def agree_on_names(
 
 
 def most_of(
-    world: World, meshes: Sequence[Sequence[int]], name: str, number: int, device: torch.device
-) -> int:
-    """Return the largest of the ranks' numbers, on all of them.
+    world: World,
+    meshes: Sequence[Sequence[int]],
+    name: str,
+    need: int,
+    number: int,
+    device: torch.device,
+) -> tuple[int, bool]:
+    """Return the largest of the ranks' needs, and whether all have the same number.
 
-    Communication: one all_reduce of a number over each mesh.
+    The result is the same on all ranks.
+
+    Args:
+        need: one of `selection.py`.
+        number: that of the recordings of the call's signature.
+
+    Communication: one all_reduce of three numbers over each mesh.
     """
     rounds = rounds_of(world.rank, meshes)
-    x = torch.tensor([number], device=device) if rounds else torch.empty(0)
+    if not rounds:
+        return need, True
+    x = torch.tensor([need, number, -number], device=device)
     for ranks in rounds:
         tag = CommTag.of(f"choosing the recording of {name} under sm.jit")
         world.group(ranks).all_reduce(x, "max", tag=tag)
-    return int(x) if rounds else number
+    need, most, least = x.tolist()
+    return need, most == -least
 
 
 def rounds_of(rank: int, meshes: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:

@@ -8,6 +8,10 @@ the cheapest. A choice that moves nothing wins; ties go to the choice that keeps
 in place. Since axes are decided one at a time, the work grows with the number of axes, not with the
 product of their choices.
 
+    State     what one operand is on one axis, and what a choice needs it to be
+    Choice    what an operator does on one axis; all axes' choices say how each factor is cut
+    Splits    those cuts, from which the specs of operands and results follow
+
 Parts of given sizes (ragged operands) are kept where a factor is a dim by itself in every operand
 and result; the largest operand split on it determines the cut. Otherwise the factor is cut evenly,
 and ragged operands are moved first.
@@ -16,7 +20,7 @@ and ragged operands are moved first.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,7 +39,10 @@ _IMPOSSIBLE = float("inf")
 class State(NamedTuple):
     """The state of one operand on one mesh axis.
 
-    Whole, split on a factor (None: a dim that the rule cannot follow), or pending with a kind.
+    Attributes:
+        what: WHOLE, SPLIT or PENDING.
+        detail: for SPLIT the factor, None where the rule cannot follow how the dim is split; for
+            PENDING the kind.
     """
 
     what: str
@@ -49,12 +56,11 @@ REPLICATED = State(WHOLE)
 class Choice:
     """The choice for one axis.
 
-    Leave everything whole, split factor `detail`, or leave a linear group's sum pending.
-
     Attributes:
-        what: WHOLE, SPLIT or PENDING.
-        detail: the factor that is split, or the pending kind.
-        group: the operands that are pending, for PENDING.
+        what: WHOLE, leave everything whole; SPLIT, split a factor in all operands that have it;
+            PENDING, let the pending values of a linear group pass through.
+        detail: for SPLIT the factor, for PENDING the kind.
+        group: for PENDING the operands that are pending.
     """
 
     what: str
@@ -112,7 +118,8 @@ def assign(rule: Rule, layouts: Sequence[Layout], fixed: int | None = None) -> A
 
     Communication: none; the result says what has to move.
     """
-    unmoved, key = MeshLayouts.of(layouts[0].mesh).unmoved, _shapeless(rule, layouts, fixed)
+    unmoved = MeshLayouts.of(layouts[0].mesh).unmoved
+    key = _key_without_shapes(rule, layouts, fixed)
     outputs = unmoved.get(key) if key else None
     if outputs is not None:
         return Assignment(tuple(layouts), outputs)
@@ -124,7 +131,7 @@ def assign(rule: Rule, layouts: Sequence[Layout], fixed: int | None = None) -> A
     return assignment
 
 
-def _shapeless(rule: Rule, layouts: Sequence[Layout], fixed: int | None) -> Any:
+def _key_without_shapes(rule: Rule, layouts: Sequence[Layout], fixed: int | None) -> Any:
     """Return the cache key of a choice that moves nothing; None if the choice depends on sizes.
 
     It does not if dims are made of one factor and cut evenly, so it is made once for all shapes.
@@ -142,20 +149,25 @@ def _shapeless(rule: Rule, layouts: Sequence[Layout], fixed: int | None) -> Any:
 
 def _assign_axes(rule: Rule, layouts: Sequence[Layout], fixed: int | None) -> Assignment:
     mesh = layouts[0].mesh
+    # what each axis does, decided one by one
     states = {
         axis: [_state(rule, i, layout, axis) for i, layout in enumerate(layouts)]
         for axis in mesh.axis_names
     }
     choices = {axis: _choose(rule, layouts, states, axis, fixed) for axis in mesh.axis_names}
+
+    # how the axes together cut each factor, in the order of the largest operand, or the fixed one
     by_weight = sorted(range(len(layouts)), key=lambda i: (i != fixed, -layouts[i].nbytes))
     order = axis_order([layouts[i] for i in by_weight])
-    while (excess := _unrepresentable(rule, mesh.size, choices, order)) is not None:
-        choices[excess] = Choice(WHOLE)
+    while (axis := _axis_without_boxes(rule, mesh.size, choices, order)) is not None:
+        choices[axis] = Choice(WHOLE)
     axes = _axes_by_factor(choices, order)
     splits = Splits(axes, _sized_factors(rule, layouts, by_weight, axes))
+
+    # what that means for operands and results
     targets = [
         layout.replace(splits.spec(rule.inputs[i], _pending_operand(rule, i, choices)))
-        if _moves(rule, i, layout, states, choices, splits)
+        if _may_move(rule, i, layout, states, choices, splits)
         else layout
         for i, layout in enumerate(layouts)
     ]
@@ -184,17 +196,26 @@ def _state(rule: Rule, operand: int, layout: Layout, axis: str) -> State:
 
 
 def _factors_split(rule: Rule, factors: Dim, layout: Layout, dim: int) -> dict[str, str]:
-    """Return axis -> the factor that it splits, for axes of a dim that split at boundaries."""
-    size, factor_of, at, parts = layout.mesh.size, {}, 0, 1
+    """Return axis -> the factor that it splits, for axes of a dim that split at boundaries.
+
+    The axes split the factors major to minor: once a factor is cut into single elements, the next
+    axis splits the next factor. An axis that would cut across the boundary, and those after it,
+    are not in the result.
+    """
+    size = layout.mesh.size
+    factor_of: dict[str, str] = {}
+    place = 0  # of the factor that is being split
+    parts = 1  # into which it is split so far
     for axis in layout.spec.dims[dim]:
-        while at < len(factors) - 1 and parts == rule.sizes[factors[at]]:
-            at, parts = at + 1, 1
-        if not factors or factors[at] in rule.whole:
+        while place < len(factors) - 1 and parts == rule.sizes[factors[place]]:
+            place += 1
+            parts = 1
+        if not factors or factors[place] in rule.whole:
             break
         parts *= size(axis)
-        if at < len(factors) - 1 and rule.sizes[factors[at]] % parts:
+        if place < len(factors) - 1 and rule.sizes[factors[place]] % parts:
             break
-        factor_of[axis] = factors[at]
+        factor_of[axis] = factors[place]
     return factor_of
 
 
@@ -248,15 +269,16 @@ def _candidates(
     for group in rule.linear:
         pending = [i for i in group if i not in rule.additive]
         states = {axis_states[i].what for i in pending}
-        joins = states == {PENDING, WHOLE} and joined_pending([layouts[i] for i in pending])
-        if (joins or states <= {PENDING}) and _passes(rule, kind, [layouts[i] for i in pending]):
+        members = [layouts[i] for i in pending]
+        are_joined = states == {PENDING, WHOLE} and joined_pending(members)
+        if (are_joined or states <= {PENDING}) and _may_be_pending(rule, kind, members):
             yield Choice(PENDING, kind, group)
 
 
 def joined_pending(layouts: Sequence[Layout]) -> dict[str, str]:
-    """Return the axes over which a linear operator's result is pending.
+    """Return the axes over which the result of a linear operator of pending operands is pending.
 
-    If each of its operands is, over whichever axes.
+    Each operand is pending over some axes, which need not be the same.
 
         x pending over a, y over a and b: x + y is pending over a and b, and x is first kept on one
                                           rank of b, which moves nothing
@@ -275,7 +297,7 @@ def joined_pending(layouts: Sequence[Layout]) -> dict[str, str]:
     return union if one_kind and all(pending) else {}
 
 
-def _passes(rule: Rule, kind: str | None, pending: Sequence[Layout]) -> bool:
+def _may_be_pending(rule: Rule, kind: str | None, pending: Sequence[Layout]) -> bool:
     """Return whether a linear operator may have values pending with this kind; bools do not add."""
     return rule.transparent or (
         kind in ("sum", "avg") and all(x.dtype is not torch.bool for x in pending)
@@ -354,18 +376,21 @@ def _output_bytes(
 # -- result ----------------------------------------------------------------------------------------
 
 
-def _unrepresentable(
-    rule: Rule, size, choices: dict[str, Choice], order: Sequence[str]
+def _axis_without_boxes(
+    rule: Rule, size: Callable[[str], int], choices: dict[str, Choice], order: Sequence[str]
 ) -> str | None:
-    """Return an axis to leave whole where parts of a composite dim would not be boxes."""
+    """Return an axis to leave whole where parts of a composite dim would not be boxes.
+
+    A major factor must be cut into equal parts, and into single elements before a minor one is cut.
+    """
     split = _axes_by_factor(choices, order)
     for dims in (*rule.inputs, *rule.outputs):
         for factors in dims:
-            for major, minor in ((factors[i], factors[i + 1 :]) for i in range(len(factors) - 1)):
-                parts = math.prod(size(a) for a in split.get(major, ()))
-                minor_axes = [a for f in minor for a in split.get(f, ())]
+            for i, major in enumerate(factors[:-1]):
+                parts = math.prod(size(axis) for axis in split.get(major, ()))
                 if rule.sizes[major] % parts:
                     return split[major][-1]
+                minor_axes = [axis for f in factors[i + 1 :] for axis in split.get(f, ())]
                 if minor_axes and parts != rule.sizes[major]:
                     return minor_axes[-1]
     return None
@@ -383,16 +408,14 @@ def _axes_by_factor(choices: dict[str, Choice], order: Sequence[str]) -> dict[st
 def _sized_factors(
     rule: Rule, layouts: Sequence[Layout], by_weight: Sequence[int], split: dict[str, list[str]]
 ) -> dict[str, Cut]:
-    """Return factor -> its cut into parts of given sizes, of the largest operand with such."""
+    """Return factor -> its cut into parts of given sizes, of the largest operand that it splits."""
     if not any(layout.spec.sizes for layout in layouts):
         return {}
+    outermost: dict[str, Cut] = {}
+    for i in reversed(by_weight):  # the largest last, so that its cuts stay
+        outermost.update(_outer_cuts(rule.inputs[i], layouts[i], split))
     alone = factors_alone(rule)
-    first = {
-        f: cut
-        for i in reversed(by_weight)
-        for f, cut in _outer_cuts(rule.inputs[i], layouts[i], split)
-    }
-    return {f: cut for f, cut in first.items() if cut.sizes is not None and f in alone}
+    return {f: cut for f, cut in outermost.items() if cut.sizes is not None and f in alone}
 
 
 def factors_alone(rule: Rule) -> set[str]:
@@ -419,7 +442,7 @@ def _outer_cuts(
             yield factors[0], Cut(tuple(axes[: axes.index(first[-1]) + 1]), cuts[0].sizes)
 
 
-def _moves(
+def _may_move(
     rule: Rule,
     operand: int,
     layout: Layout,
@@ -427,7 +450,11 @@ def _moves(
     choices: dict[str, Choice],
     splits: Splits,
 ) -> bool:
-    """Return whether the operand may have to change its layout, with order of axes and sizes."""
+    """Return whether the target of an operand may differ from its layout.
+
+    It does where a state changes on some axis; the order of several axes of a dim and given sizes
+    may differ although no state does.
+    """
     if any(
         states[axis][operand] != _target(rule, operand, choice) for axis, choice in choices.items()
     ):

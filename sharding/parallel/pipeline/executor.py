@@ -21,6 +21,7 @@ from ....mesh.comm.recording.recorder import CommTag
 from ....mesh.comm.world import World
 from ....mesh.errors import WatchError
 from ...tensor.sharded_tensor import ShardedTensor
+from ..tensor.plain_calls import whole_outputs_plain
 from .actions import Action, Row, actions_in
 from .gathering import StepGathers
 from .losses import MicrobatchLoss, Scales
@@ -170,12 +171,12 @@ class StepRun:
         microbatch = self._microbatches[number]
         signature = self.signatures[number]
         inputs: list[Tensor] = []
+        carried: list[Tensor] = []
         if stage:
-            inputs = self._transport.take_activations(stage, number, signature)
-        carried = inputs
+            inputs, carried = self._transport.take_activations(stage, number, signature)
         if any(torch.is_autocast_enabled(x.device.type) for x in inputs):
             # autocast caches the casts of leaves, and adds up their gradients in the lower dtype
-            carried = [x.view_as(x) if x.requires_grad else x for x in inputs]
+            carried = [x.view_as(x) if x.requires_grad else x for x in carried]
         running = RunningStage(inputs, split=SplitBackward() if in_two_parts else None)
         recording = nullcontext() if running.split is None else running.split.recording()
         seeded = nullcontext() if self._random is None else self._random.microbatch(number)
@@ -191,18 +192,21 @@ class StepRun:
             self._current = None
             running.added = []
         if stage < self._last_stage:
-            self._transport.put_activations(action, signature, result)
-            roots = [local_of(value) for value in result if value.requires_grad]
+            passed_on = self._transport.put_activations(action, signature, result)
+            roots = [local_of(value) for value in passed_on if value.requires_grad]
             running.roots[:0] = [get_gradient_edge(root) for root in roots]
         if torch.is_grad_enabled():
             self._running[stage, number] = running
 
     def _finish_forward(self, running: RunningStage, number: int, result: Any) -> None:
         """Compute the loss, or keep the result."""
+        microbatch = self._microbatches[number]
+        # by the model's inputs, and not by what is carried into the last stage
+        result = whole_outputs_plain((microbatch.args, microbatch.kwargs), result)
         if self._loss is None:
             self.outputs[number] = result
             return
-        loss = self._loss.function(result, self._microbatches[number].target)
+        loss = self._loss.function(result, microbatch.target)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ValueError(
                 f"loss_fn returned {loss!r:.80}, not a tensor with one element, for microbatch "

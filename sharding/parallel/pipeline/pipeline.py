@@ -27,6 +27,7 @@ from .live_pipelines import LivePipelines
 from .losses import LossFunction, MicrobatchLoss, Scales, Weight, microbatch_loss, total_weight
 from .make_schedule import make_schedule, stages_per_rank_of
 from .microbatches import Microbatch, microbatches_of
+from .places import Places, places_along
 from .random_numbers import StepRandom
 from .schedule import Schedule
 from .stage_layers import parallelize_stages, shard_stages
@@ -91,10 +92,12 @@ def pipeline(
             is set up, or once a "step", which keeps parameters and gradients of the rank's stages
             whole for the step.
         static_shapes: raise an error if the shapes of a microbatch change.
-        stage_meshes: for each rank along the axis, the axes of its stages' own mesh with their
+        stage_meshes: for each place along the axis, the axes of its stages' own mesh with their
             sizes, where they differ: [{"dp": 1, "tp": 4}, {"dp": 2, "tp": 2}]. The product of the
-            sizes is that of the mesh's other axes. See `Pipeline.stage_mesh`. Every rank passes the
-            whole batch, and has the rows of its data rank.
+            sizes is that of the mesh's other axes. If the mesh has the pipeline's axis alone,
+            stages may have different numbers of ranks, which divide it in order: [{"tp": 2},
+            {"tp": 4}] for 6 ranks. See `Pipeline.stage_mesh`. Every rank passes the whole batch,
+            and has the rows of its data rank.
         data_axes: with `stage_meshes`, the axes over which the rows of a microbatch are split.
 
     Raises:
@@ -112,22 +115,24 @@ def pipeline(
     mesh = given_or_current(mesh)
     if axis not in mesh.axis_names:
         raise ValueError(f"pipeline: {mesh} has no axis {axis!r}")
-    ranks = mesh.size(axis)
+    meshes = None
+    if stage_meshes is not None:
+        meshes = make_stage_meshes(mesh, axis, stage_meshes, data_axes)
+    places = places_along(mesh, axis) if meshes is None else meshes.places
     stages = None
     if not isinstance(model, nn.Module):
         stages = len(model)
     elif not isinstance(split, str) and isinstance(split, Sequence):
         stages = len(split) + 1
-    schedules = _Schedules(schedule, ranks, stages)
+    schedules = _Schedules(schedule, places.count, stages)
     first = schedules.of(microbatches)
-    own = [s for s, rank in enumerate(first.placement) if rank == mesh.get_local_rank(axis)]
+    own = [s for s, rank in enumerate(first.placement) if rank == places.own]
     if split is None and isinstance(model, nn.Module):
         split = default_split(model)
-    meshes = make_stage_meshes(mesh, axis, stage_meshes, data_axes)
     names = tied_names(model)
     staged = StagedModel(model, split, first.stages, own, example=example)
     return Pipeline(
-        staged, mesh, axis, schedules, microbatches, gather, static_shapes, names, meshes
+        staged, mesh, axis, schedules, microbatches, gather, static_shapes, names, places, meshes
     )
 
 
@@ -207,6 +212,7 @@ class Pipeline:
         gather: Gather,
         static_shapes: bool,
         tied_names: Mapping[str, str],
+        places: Places,
         stage_meshes: StageMeshes | None = None,
     ) -> None:
         self.mesh = mesh
@@ -214,17 +220,18 @@ class Pipeline:
         self.microbatches = microbatches
         self._staged = staged
         self._schedules = schedules
-        self._group = mesh.group(axis)
+        self._places = places
         self._stage_meshes = stage_meshes
         self._rows = None if stage_meshes is None else RowsOfStages(staged, stage_meshes)
-        self._transport = Transport(self._group, mesh, stage_meshes)
+        self._transport = Transport(places, mesh, stage_meshes)
         self._gather: Gather = gather
         self._static_shapes = static_shapes
         self._signature: Hashable | None = None
         self._run: StepRun | None = None
         self._checked: set[Hashable] = set()
         self._loss_dtype: torch.dtype | None = None  # known to all after the first step
-        tensors = StageTensors(mesh, axis)
+        are_slices = places.count == mesh.size(axis)
+        tensors = StageTensors(mesh, axis, None if are_slices else stage_meshes)
         self.whole = WholeModel(staged.model, staged.stages, tensors, tied_names)
         self._has_tied = bool(staged.tied or tied_names)
         self._tied: TiedParameters | None = None
@@ -233,7 +240,7 @@ class Pipeline:
     def __repr__(self) -> str:
         return (
             f"Pipeline({self.schedule.name}, {self._staged.num_stages} stages over "
-            f"{self.axis}={self._group.size}, {self.microbatches} microbatches)"
+            f"{self.axis}={self._places.count}, {self.microbatches} microbatches)"
         )
 
     @property
@@ -465,7 +472,7 @@ class Pipeline:
         schedule = self._schedules.of(len(batches))
         with torch.enable_grad(), self._tied_gradients_summed(), accumulate_grads():
             run = self._start("step", batches, targets, loss)
-            row = schedule.rows[self._group.rank]
+            row = schedule.rows[self._places.own]
             gathers = StepGathers(self.stages, row, self._gather)
             self._begin_transport(schedule.rows, run)
             with gathers.whole_step():
@@ -612,9 +619,9 @@ class Pipeline:
         precision = precision_of(self.stages.values())
         is_averaged = True
         if self._stage_meshes is not None:
-            is_averaged = data.size == self._stage_meshes.data_size(self._stage_meshes.place)
+            is_averaged = data.size == self._stage_meshes.data_size(self._places.own)
         facts = kind, count, has_loss, has_targets, last in self.stages, is_averaged, precision
-        told = gather_facts(self._group, facts, tag=_FACTS)
+        told = gather_facts(self._places.group, facts, tag=_FACTS)
         calls = {rank: facts[:3] for rank, facts in told.items()}
         if len(set(calls.values())) > 1:
             text = ", ".join(
@@ -624,7 +631,7 @@ class Pipeline:
             raise ValueError(f"pipeline: ranks differ: {text}")
         for rank, (called, _, loss, targets, is_last, averages, _) in told.items():
             if called == "step" and not averages:
-                place = self._group.ranks.index(rank)
+                place = self._places.of(rank)
                 raise ValueError(
                     f"pipeline: stage_meshes[{place}] splits rows over data_axes, but no layer of "
                     "its stages averages gradients over these: call pipe.fully_shard or "
@@ -687,7 +694,7 @@ class Pipeline:
         placement = self._schedules.of(self.microbatches).placement
         rows = forward_rows(placement, len(run.signatures))
         self._begin_transport(rows, run)
-        self._execute(run, rows[self._group.rank])
+        self._execute(run, rows[self._places.own])
 
     def _whole_loss(self, run: StepRun) -> Tensor:
         """Return the loss of the batch on every rank.
@@ -700,7 +707,9 @@ class Pipeline:
         if self._staged.num_stages - 1 in self.stages and run.total is not None:
             values[1] = _LOSS_DTYPES.index(run.total.dtype)
         values = run.data.sum(values, _LOSS) / run.data.size
-        self._group.all_reduce(values, tag=_LOSS)
+        if not self._places.represents:
+            values.zero_()
+        self._places.group.all_reduce(values, tag=_LOSS)
         if self._loss_dtype is None:
             self._loss_dtype = _LOSS_DTYPES[int(values[1])]
         return values[0].to(self._loss_dtype)

@@ -7,10 +7,10 @@
     activations   0 -> 4  rows 0:2    1 -> 5  rows 0:2    2 -> 6  rows 2:4    3 -> 7  rows 2:4
     gradients     4 -> 0  rows 0:2    6 -> 0  rows 2:4    ...        each rank of stage 0 gets both
 
-A value between stages has its rows split over the data axes of a stage's mesh, and is the same
-along the other axes. So has its gradient: the way back is the plan from the second layout to the
-first. Plans are those of cross-mesh redistribution. They are computed once, for as many rows as can
-be split on both sides, and hold for any multiple of that.
+Stages may have different numbers of ranks. A value between stages has its rows split over the data
+axes of a stage's mesh, and is the same along the other axes. So has its gradient: the way back is
+the plan from the second layout to the first. Plans are those of cross-mesh redistribution. They are
+computed once, for as many rows as can be split on both sides, and hold for any multiple of that.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 from torch import Tensor
 
+from ....kernels.box import Box
 from ....mesh.device_mesh import DeviceMesh
 from ...layout.layout import Layout
 from ...layout.spec import P
 from ...redistribute.plan.cross_mesh import box_on, plan_cross_mesh
+from .places import Places, places_along, places_of
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,13 @@ class Route:
 WHOLE = Rows(0, 1, 1)
 
 
+class ValueSharding(Protocol):
+    """What a check needs to know of the sharding of a value."""
+
+    @property
+    def axes(self) -> tuple[str, ...]: ...
+
+
 class ValueKind(Protocol):
     """What a check needs to know of a value."""
 
@@ -70,7 +80,7 @@ class ValueKind(Protocol):
     @property
     def requires_grad(self) -> bool: ...
     @property
-    def sharding(self) -> object | None: ...
+    def sharding(self) -> ValueSharding | None: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,16 +88,14 @@ class StageMeshes:
     """The meshes of the stages of a pipeline, by place along its axis.
 
     Attributes:
-        meshes: a mesh for each place, of equally many ranks.
+        meshes: a mesh for each place.
         data_axes: the axes over which rows are split; a mesh may lack some.
-        rank: this one, a global rank.
-        place: of this rank along the axis.
+        places: the ranks of the meshes.
     """
 
     meshes: tuple[DeviceMesh, ...]
     data_axes: tuple[str, ...]
-    rank: int
-    place: int
+    places: Places
     _routes: dict[tuple[int, int], tuple[tuple[int, int, Route, Route], ...]] = field(
         default_factory=dict
     )
@@ -95,7 +103,7 @@ class StageMeshes:
     @property
     def mesh(self) -> DeviceMesh:
         """The mesh of this rank's stages."""
-        return self.meshes[self.place]
+        return self.meshes[self.places.own]
 
     @property
     def parts(self) -> int:
@@ -113,7 +121,7 @@ class StageMeshes:
 
     def own_rows(self) -> Rows:
         """Return which rows of a microbatch this rank has."""
-        (interval,) = box_on(self._layout(self.place, self.parts), self.rank)
+        (interval,) = box_on(self._layout(self.places.own, self.parts), self.places.rank)
         return Rows(*interval, self.parts)
 
     def routes(self, source: int, destination: int) -> list[Route]:
@@ -122,9 +130,10 @@ class StageMeshes:
         They are in the order of the peers. One of the places is this rank's own.
         """
         between = self._between(source, destination)
-        if source == self.place:
-            return [route for sender, _, route, _ in between if sender == self.rank]
-        return [route for _, receiver, _, route in between if receiver == self.rank]
+        rank = self.places.rank
+        if source == self.places.own:
+            return [route for sender, _, route, _ in between if sender == rank]
+        return [route for _, receiver, _, route in between if receiver == rank]
 
     def check_values(
         self, metas: Sequence[ValueKind], source: int, destination: int, stage: int
@@ -132,13 +141,20 @@ class StageMeshes:
         """Check that values can go from one place to another and their gradients back.
 
         Raises:
-            RuntimeError: a value is a ShardedTensor; or it requires a gradient and has no rows, so
-                that its gradient would be a sum over data ranks.
+            RuntimeError: a value is sharded over data axes, or over others than those of its
+                stage's mesh; or it requires a gradient and has no rows, so that its gradient would
+                be a sum over data ranks.
         """
+        mesh = self.meshes[source]
+        data_axes = [name for name in self.own_data_axes(source) if mesh.size(name) > 1]
         for number, meta in enumerate(metas):
             problem = None
-            if meta.sharding is not None:
-                problem = "is a ShardedTensor; let what is passed on be plain"
+            axes = () if meta.sharding is None else meta.sharding.axes
+            if not set(axes) <= set(mesh.axis_names) - set(data_axes):
+                problem = (
+                    f"is a ShardedTensor on a mesh with the axes {axes}; let what is passed on be "
+                    f"plain, or on axes of {mesh!r} other than data_axes={self.data_axes}"
+                )
             elif meta.rows is None and meta.requires_grad and self._differ(source, destination):
                 problem = (
                     "has no dim with the rows of the microbatch and requires a gradient; compute "
@@ -151,13 +167,35 @@ class StageMeshes:
                 )
 
     def _differ(self, source: int, destination: int) -> bool:
-        """Return whether ranks at the same position of two places have different rows."""
-        ends = [self.meshes[place].ranks.flatten().tolist() for place in (source, destination)]
-        layouts = [self._layout(place, self.parts) for place in (source, destination)]
-        return any(
-            box_on(layouts[0], one) != box_on(layouts[1], other)
-            for one, other in zip(*ends, strict=True)
-        )
+        """Return whether ranks of one place have other rows than all ranks of the other one."""
+        return self._ranks_by_rows(source).keys() != self._ranks_by_rows(destination).keys()
+
+    def _ranks_by_rows(self, place: int) -> dict[Box, list[int]]:
+        """Return the ranks of a place by the rows that they have, in the order of its mesh."""
+        layout = self._layout(place, self.parts)
+        ranks: dict[Box, list[int]] = {}
+        for rank in self.places.ranks[place]:
+            ranks.setdefault(box_on(layout, rank), []).append(rank)
+        return ranks
+
+    def _senders_of_whole(self, source: int, destination: int) -> dict[int, int]:
+        """Return for each rank of a place the one from which it gets values without rows.
+
+        That is one with the same rows, if there is any.
+        """
+        same_rows = self._ranks_by_rows(source)
+        all_senders = self.places.ranks[source]
+        receivers = self.places.ranks[destination]
+        senders: dict[int, int] = {}
+        for rows, ranks in self._ranks_by_rows(destination).items():
+            for number, receiver in enumerate(ranks):
+                if rows in same_rows:
+                    candidates = same_rows[rows]
+                    senders[receiver] = candidates[number % len(candidates)]
+                else:
+                    position = receivers.index(receiver)
+                    senders[receiver] = all_senders[position * len(all_senders) // len(receivers)]
+        return senders
 
     def _between(self, source: int, destination: int) -> tuple[tuple[int, int, Route, Route], ...]:
         """Return (sender, receiver, what it is to the sender, to the receiver)."""
@@ -175,8 +213,8 @@ class StageMeshes:
         for transfer in plan.transfers:
             pair = plan.ranks[transfer.sender], plan.ranks[transfer.receiver]
             (rows[pair],) = transfer.box
-        ends = [self.meshes[place].ranks.flatten().tolist() for place in (source, destination)]
-        whole = set(zip(*ends, strict=True))
+        senders = self._senders_of_whole(source, destination)
+        whole = {(sender, receiver) for receiver, sender in senders.items()}
         for sender, receiver in sorted(whole | set(rows)):
             pair = sender, receiver
             is_whole = pair in whole
@@ -205,48 +243,73 @@ def _within(part: tuple[int, int], own: tuple[int, int]) -> Rows:
 def make_stage_meshes(
     mesh: DeviceMesh,
     axis: str,
-    sizes: Sequence[Mapping[str, int]] | None,
+    sizes: Sequence[Mapping[str, int]],
     data_axes: str | Sequence[str],
-) -> StageMeshes | None:
-    """Return the meshes of the stages; None without `sizes`.
+) -> StageMeshes:
+    """Return the meshes of the stages.
 
     Args:
         mesh, axis: of the pipeline.
-        sizes: for each place along the axis, the axes of its stages' mesh with their sizes.
+        sizes: for each place along the axis, the axes of its stages' mesh with their sizes. If the
+            pipeline's mesh has no other axis, they divide its ranks in their order.
         data_axes: see `StageMeshes`.
 
     Raises:
-        ValueError: another number of meshes than the axis has ranks, or of ranks in one; a data
-            axis that none has; the name of the pipeline's axis.
+        ValueError: another number of meshes than the axis has ranks, or of ranks in one; sizes that
+            do not divide a mesh of one axis; a data axis that none has; the name of the pipeline's
+            axis.
     """
-    if sizes is None:
-        return None
-    ranks = mesh.size(axis)
-    if len(sizes) != ranks:
-        raise ValueError(
-            f"pipeline: stage_meshes has {len(sizes)} meshes, and axis {axis!r} {ranks} ranks: "
-            "give one for each rank along the axis"
-        )
-    in_stage = mesh.ranks.size // ranks
-    slices = mesh.ranks.swapaxes(0, mesh.axis_index(axis)).reshape(ranks, in_stage)
+    divided = _divided_ranks(mesh, axis, sizes)
     names = (data_axes,) if isinstance(data_axes, str) else tuple(data_axes)
-    for place, shape in enumerate(sizes):
-        if math.prod(shape.values()) != in_stage or axis in shape:
-            raise ValueError(
-                f"pipeline: stage_meshes[{place}]={dict(shape)}: the sizes of axes other than "
-                f"{axis!r} that give the {in_stage} ranks of a stage"
-            )
     missing = [name for name in names if not any(name in shape for shape in sizes)]
     if missing:
         raise ValueError(
             f"pipeline: data_axes={names}: no mesh of stage_meshes has an axis {missing[0]!r}"
         )
-    meshes = [
+    meshes = tuple(
         DeviceMesh(
             mesh.device_type,
-            slices[place].reshape(tuple(shape.values())),
+            np.array(ranks).reshape(tuple(shape.values())),
             axis_names=tuple(shape),
         )
-        for place, shape in enumerate(sizes)
-    ]
-    return StageMeshes(tuple(meshes), names, mesh.get_rank(), mesh.get_local_rank(axis))
+        for ranks, shape in zip(divided, sizes, strict=True)
+    )
+    if len(sizes) == mesh.size(axis):
+        return StageMeshes(meshes, names, places_along(mesh, axis))
+    return StageMeshes(meshes, names, places_of(meshes, mesh.group()))
+
+
+def _divided_ranks(
+    mesh: DeviceMesh, axis: str, sizes: Sequence[Mapping[str, int]]
+) -> list[list[int]]:
+    """Return the ranks of each place."""
+    ranks = mesh.size(axis)
+    counts = [math.prod(shape.values()) for shape in sizes]
+    for place, shape in enumerate(sizes):
+        if axis in shape:
+            raise ValueError(
+                f"pipeline: stage_meshes[{place}]={dict(shape)} has the pipeline's axis {axis!r}"
+            )
+    if mesh.ndim == 1 and len(sizes) != ranks:
+        if sum(counts) != ranks or min(counts, default=0) < 1:
+            raise ValueError(
+                f"pipeline: stage_meshes={list(map(dict, sizes))} have {counts} ranks, and "
+                f"{mesh!r} {ranks}: the sizes of meshes that divide these ranks"
+            )
+        ends = np.cumsum(counts)[:-1]
+        return [part.tolist() for part in np.split(mesh.ranks, ends)]
+    if len(sizes) != ranks:
+        raise ValueError(
+            f"pipeline: stage_meshes has {len(sizes)} meshes, and axis {axis!r} {ranks} ranks: "
+            "give one for each rank along the axis; meshes with different numbers of ranks need a "
+            "mesh with the pipeline's axis alone"
+        )
+    in_stage = mesh.ranks.size // ranks
+    for place, shape in enumerate(sizes):
+        if counts[place] != in_stage:
+            raise ValueError(
+                f"pipeline: stage_meshes[{place}]={dict(shape)}: the sizes of axes other than "
+                f"{axis!r} that give the {in_stage} ranks of a stage; meshes with different "
+                "numbers of ranks need a mesh with the pipeline's axis alone"
+            )
+    return np.moveaxis(mesh.ranks, mesh.axis_index(axis), 0).reshape(ranks, in_stage).tolist()

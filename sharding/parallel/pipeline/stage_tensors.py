@@ -4,9 +4,9 @@
     stage 1 on ranks 2 3    head.weight   P("fsdp") on (pp=1, fsdp=2) of ranks 2 3
 
 A tensor of a stage is in the tree as a `ShardedTensor` on the ranks of that stage: the pipeline's
-mesh with size 1 along its axis. Ranks of other stages are outside of that mesh and hold nothing. So
-the tree is what checkpoints, norms and redistribution take on any meshes, and what ranks have to
-tell each other is only which tensors they have.
+mesh with size 1 along its axis, or the stage's own mesh with such an axis. Ranks of other stages
+are outside of that mesh and hold nothing. So the tree is what checkpoints, norms and redistribution
+take on any meshes, and what ranks have to tell each other is only which tensors they have.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from ...layout.layout import Layout
 from ...layout.spec import P
 from ...lineage import seed_of
 from ...tensor.sharded_tensor import ShardedTensor
+from .places import places_along
+from .stage_meshes import StageMeshes
 from .transport import local_of
 
 # of all tensors of the tree: how a tensor was made, only the ranks of its stage know
@@ -97,15 +99,19 @@ class StageTensors:
 
     Args:
         mesh, axis: of the pipeline.
+        stage_meshes: if places have different numbers of ranks; None if they are slices of `mesh`.
 
     Attributes:
-        mesh, axis: the same on the mesh that `mesh` is a part of, if it is one.
-        group: the ranks along the axis.
+        mesh, axis: the same on the mesh that `mesh` is a part of, if it is one and places are
+            slices.
+        group: that of the places.
         place: of this rank along the axis.
     """
 
-    def __init__(self, mesh: DeviceMesh, axis: str) -> None:
-        while mesh._origin is not None:
+    def __init__(
+        self, mesh: DeviceMesh, axis: str, stage_meshes: StageMeshes | None = None
+    ) -> None:
+        while stage_meshes is None and mesh._origin is not None:
             outer: Any = mesh._origin.mesh
             axes = mesh._origin.made_of[axis]
             if len(axes) != 1:
@@ -116,8 +122,10 @@ class StageTensors:
             mesh, axis = outer, axes[0]
         self.mesh = mesh
         self.axis = axis
-        self.group: Group = mesh.group(self.axis)
-        self.place = mesh.get_local_rank(self.axis)
+        self._places = places_along(mesh, axis) if stage_meshes is None else stage_meshes.places
+        self._stage_meshes = stage_meshes
+        self.group: Group = self._places.group
+        self.place = self._places.own
         self._layouts: dict[Layout, Layout] = {}
         self._stage_mesh = self.mesh_of(self.place)
 
@@ -125,7 +133,9 @@ class StageTensors:
         return DeviceMesh(self.mesh.device_type, ranks, axis_names=tuple(names))
 
     def mesh_of(self, place: int) -> DeviceMesh:
-        """Return the mesh of the stages at a place along the axis: the pipeline's with size 1."""
+        """Return the mesh of the stages at a place along the axis, on which that has size 1."""
+        if self._stage_meshes is not None:
+            return self._with_axis(self._stage_meshes.meshes[place])
         ranks = np.take(self.mesh.ranks, [place], self.mesh.axis_index(self.axis))
         return self._mesh_of(ranks, self.mesh.axis_names)
 
@@ -202,22 +212,15 @@ class StageTensors:
             lambda: _map(lambda x: TensorMeta.of(self.layout_of(x)), dict(own)),
             ValueError,
         )
-        places = {rank: place for place, rank in enumerate(self._ranks_along())}
         holders: dict[str, dict[int, Any]] = {}
-        for rank in sorted(told, key=places.__getitem__):
+        for rank in sorted(told, key=self._places.of):
             for name, entry in told[rank].items():
-                holders.setdefault(name, {})[places[rank]] = entry
+                holders.setdefault(name, {}).setdefault(self._places.of(rank), entry)
         return WholeTree(holders)
-
-    def _ranks_along(self) -> list[int]:
-        """Return the ranks along the axis with this rank's index on the others, in order."""
-        index: list[Any] = list(self.mesh.coordinate or ())
-        index[self.mesh.axis_index(self.axis)] = slice(None)
-        return self.mesh.ranks[tuple(index)].tolist()
 
     def everywhere(self, x: Any) -> dict[int, Any]:
         """Return the description of a plain tensor, or another value, that every rank has."""
-        places = range(self.mesh.size(self.axis))
+        places = range(self._places.count)
         if not isinstance(x, Tensor):
             return dict.fromkeys(places, x)
         described: dict[int, Any] = {}
@@ -227,12 +230,11 @@ class StageTensors:
         return described
 
     def group_of(self, places: Iterable[int]) -> Group:
-        """Return the group of the ranks at these places along the axis.
+        """Return the group of the ranks with this rank's position at these places.
 
-        They have this rank's index on the other axes.
+        The places have equally many ranks.
         """
-        along = self._ranks_along()
-        return self.mesh.world.group(sorted(along[place] for place in places))
+        return self.mesh.world.group(sorted(map(self._places.counterpart, places)))
 
     def whole(self, own: Mapping[str, Any], tree: WholeTree) -> dict[str, Any]:
         """Return all entries: this rank's own, and those of which it holds nothing.

@@ -25,14 +25,15 @@ import torch
 from torch import Tensor
 
 from ....mesh.comm.channel import Channel, connected_channels
-from ....mesh.comm.group import Group
 from ....mesh.comm.recording.recorder import CommTag
 from ....mesh.comm.work import Work
 from ....mesh.device_mesh import DeviceMesh
 from ...layout.layout import Layout
 from ...layout.spec import P
+from ...tensor.convert import device_put
 from ...tensor.sharded_tensor import ShardedTensor
 from .actions import Action, Row, Rows, actions_in, stages_of
+from .places import Places
 from .stage_meshes import WHOLE, Route, StageMeshes
 
 _HEADER_SIZE = CommTag("pipeline: size of the description of activations")
@@ -48,16 +49,24 @@ class Sharding:
     spec: P
     shape: tuple[int, ...]
 
+    @staticmethod
+    def of(value: Tensor) -> Sharding | None:
+        """Return the sharding of a value; None for a plain tensor."""
+        if not isinstance(value, ShardedTensor):
+            return None
+        return Sharding(tuple(value.mesh.axis_names), value.spec, tuple(value.shape))
+
 
 @dataclass(frozen=True)
 class ValueMeta:
     """What a stage needs to know of a tensor before it arrives.
 
     Attributes:
-        shape: of the local part.
+        shape: of what is sent, the local part; between stages with meshes of different shapes, the
+            whole value.
         dtype: its dtype.
         requires_grad: whether a gradient goes back.
-        sharding: None for a plain tensor.
+        sharding: as the stage before returned it; None for a plain tensor.
         rows: the dim that is split over data ranks, where stages have meshes of different shapes;
             None if there is none.
     """
@@ -69,10 +78,7 @@ class ValueMeta:
     rows: int | None = None
 
     @staticmethod
-    def of(value: Tensor, rows: int | None = None) -> ValueMeta:
-        sharding = None
-        if isinstance(value, ShardedTensor):
-            sharding = Sharding(tuple(value.mesh.axis_names), value.spec, tuple(value.shape))
+    def of(value: Tensor, sharding: Sharding | None, rows: int | None = None) -> ValueMeta:
         shape = tuple(local_of(value).shape)
         return ValueMeta(shape, value.dtype, value.requires_grad, sharding, rows)
 
@@ -108,18 +114,34 @@ class ValueMeta:
             return x if route.whole else None
         return None if route.rows is None else route.rows.take(x, self.rows)
 
-    def wrap(self, local: Tensor, mesh: DeviceMesh) -> Tensor:
+    def leaf(self, local: Tensor, mesh: DeviceMesh | None) -> Tensor:
         """Return the value with this local part, a leaf of the stage's graph.
 
         Args:
-            mesh: the pipeline's mesh; a sharded value is on this rank's slice of it.
+            mesh: the axes of a sharded value are this mesh's; None for the value as it is sent,
+                which is plain.
         """
         local.requires_grad_(self.requires_grad)
-        if self.sharding is None:
+        if self.sharding is None or mesh is None:
             return local
         sharding = self.sharding
         layout = Layout.of(mesh[sharding.axes], sharding.spec, sharding.shape, self.dtype)
         return ShardedTensor._make_guarded(local, layout)
+
+    def sharded_on(self, value: Tensor, mesh: DeviceMesh) -> Tensor:
+        """Return a whole value with its spec on the mesh of another stage.
+
+        It is split over the axes that both meshes have; without any, it stays plain.
+
+        Communication: none; backward: an all_gather of the gradient of each part.
+        """
+        if self.sharding is None:
+            return value
+        names = tuple(name for name in self.sharding.axes if name in mesh.axis_names)
+        if not names:
+            return value
+        dims = [[name for name in axes if name in names] for axes in self.sharding.spec.dims]
+        return device_put(value, mesh[names], P(*dims), src_data_rank=None)
 
 
 Metas = tuple[ValueMeta, ...]
@@ -173,11 +195,14 @@ class MetaTable:
         stage: int,
         signature: Hashable,
         values: Sequence[Tensor],
+        shardings: Sequence[Sharding | None],
         rows: Sequence[int | None] | None,
     ) -> Metas:
         """Enter what a stage gets from the one before.
 
         Args:
+            values: as they are sent.
+            shardings: of the values that the stage before returned.
             rows: the dim of each value that is split over data ranks; None for no value.
 
         Raises:
@@ -185,7 +210,7 @@ class MetaTable:
                 with the same signature.
         """
         dims = [None] * len(values) if rows is None else rows
-        metas = tuple(map(ValueMeta.of, values, dims))
+        metas = tuple(map(ValueMeta.of, values, shardings, dims))
         known = self.metas.setdefault((stage, signature), metas)
         if known != metas:
             raise RuntimeError(
@@ -373,18 +398,18 @@ class Transport:
     """All messages of one rank of a pipeline.
 
     Args:
-        group: the ranks along the pipeline's axis.
+        places: of the pipeline.
         mesh: the pipeline's mesh.
         stage_meshes: where stages have meshes of different shapes; None where a rank exchanges
-            whole values with the ranks at its place in other stages.
+            its parts of values with the ranks at its position in other stages.
 
     Communication: see `begin`.
     """
 
     def __init__(
-        self, group: Group, mesh: DeviceMesh, stage_meshes: StageMeshes | None = None
+        self, places: Places, mesh: DeviceMesh, stage_meshes: StageMeshes | None = None
     ) -> None:
-        self._group = group
+        self._places = places
         self._mesh = mesh
         self._stage_meshes = stage_meshes
         self._table = MetaTable()
@@ -392,9 +417,9 @@ class Transport:
         self._outboxes: dict[int, Outbox] = {}
         self._inboxes: dict[int, Inbox] = {}
         self._routes_between: dict[tuple[int, int], Sequence[Route]] = {}
-        self._rank_of: dict[int, int] = {}
-        # by rank: the place in its row of the action that computes a result
-        self._places: list[dict[Action, int]] = []
+        self._place_of: dict[int, int] = {}  # by stage
+        # by place: the position in its row of the action that computes a result
+        self._positions: list[dict[Action, int]] = []
         # Results for stages of this rank: never sent.
         self._own: dict[Action, list[Tensor]] = {}
         self._signatures: Sequence[Hashable] = ()
@@ -413,10 +438,10 @@ class Transport:
 
         Communication: one byte for each channel that is new.
         """
-        place = self._group.rank
+        place = self._places.own
         moved = transfers(rows)
-        self._rank_of = stages_of(rows)
-        self._places = [_places(row) for row in rows]
+        self._place_of = stages_of(rows)
+        self._positions = [_positions(row) for row in rows]
         self._own = {}
         self._signatures = signatures
         self._rows_of = rows_of
@@ -437,8 +462,8 @@ class Transport:
             if self._stage_meshes is not None:
                 routes = self._stage_meshes.routes(source, destination)
             else:
-                other = destination if source == self._group.rank else source
-                routes = [Route(self._group.ranks[other], WHOLE, True)]
+                other = destination if source == self._places.own else source
+                routes = [Route(self._places.counterpart(other), WHOLE, True)]
             self._routes_between[places] = routes
         return routes
 
@@ -448,7 +473,7 @@ class Transport:
         return self._stage_meshes.data_size(source), self._stage_meshes.data_size(destination)
 
     def _connect(self, moved: Iterable[tuple[int, int]]) -> None:
-        place, own = self._group.rank, self._group.ranks[self._group.rank]
+        place, own = self._places.own, self._places.rank
         outboxes: dict[int, Route] = {}
         inboxes: dict[int, tuple[Route, tuple[int, int]]] = {}
         for source, destination in moved:
@@ -460,7 +485,7 @@ class Transport:
                 inboxes |= {route.peer: (route, shares) for route in routes}
         pairs = [(own, peer) for peer in outboxes if peer not in self._outboxes]
         pairs += [(peer, own) for peer in inboxes if peer not in self._inboxes]
-        channels = connected_channels(self._group.world, pairs, self._mesh.device)
+        channels = connected_channels(self._mesh.world, pairs, self._mesh.device)
         for (source, destination), channel in channels.items():
             if source == own:
                 self._outboxes[destination] = Outbox(channel, outboxes[destination])
@@ -472,57 +497,78 @@ class Transport:
 
     def put_activations(
         self, action: Action, signature: Hashable, values: Sequence[Tensor]
-    ) -> None:
-        """Pass on the output of a stage.
+    ) -> Sequence[Tensor]:
+        """Pass on the output of a stage; return the tensors whose gradients come back.
 
         Raises:
             RuntimeError: values differ from those of an earlier microbatch in more than numbers;
                 or, between stages with meshes of different shapes, a value whose gradient would
-                have to be summed or redistributed.
+                have to be summed over data ranks, or that is sharded over these.
+
+        Communication: messages that are not waited for; between stages with meshes of different
+            shapes, an all_gather of each sharded value.
         """
         stage = action.stage + 1
+        receiver = self._place_of[stage]
+        shardings = [Sharding.of(value) for value in values]
+        if self._between_meshes(receiver):
+            values = [x.full_tensor() if isinstance(x, ShardedTensor) else x for x in values]
         rows = None if self._rows_of is None else self._rows_of(stage, signature)
-        metas = self._table.add(stage, signature, values, rows)
-        receiver = self._rank_of[stage]
-        if receiver == self._group.rank:
+        metas = self._table.add(stage, signature, values, shardings, rows)
+        if receiver == self._places.own:
             self._own[action] = [local_of(value).detach() for value in values]
-            return
+            return values
         if self._stage_meshes is not None:
-            self._stage_meshes.check_values(metas, self._group.rank, receiver, stage)
-        for route in self._routes(self._group.rank, receiver):
+            self._stage_meshes.check_values(metas, self._places.own, receiver, stage)
+        for route in self._routes(self._places.own, receiver):
             self._outboxes[route.peer].send_activations(action, signature, values, metas)
+        return values
 
-    def take_activations(self, stage: int, microbatch: int, signature: Hashable) -> list[Tensor]:
-        """Return the inputs of a stage, as leaves of its graph."""
+    def take_activations(
+        self, stage: int, microbatch: int, signature: Hashable
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the inputs of a stage, as leaves of its graph, and as the stage takes them.
+
+        Both are the same but for sharded values between stages with meshes of different shapes.
+        """
         action = Action(stage - 1, "F", microbatch)
-        sender = self._rank_of[stage - 1]
-        if sender == self._group.rank:
+        sender = self._place_of[stage - 1]
+        if sender == self._places.own:
             locals_ = self._own.pop(action)
         else:
             parts = self._take(sender, action)
             locals_ = self._assemble(sender, parts, self._table.metas[stage, signature])
         metas = self._table.metas[stage, signature]
-        return [meta.wrap(x, self._mesh) for meta, x in zip(metas, locals_, strict=True)]
+        mesh = self._mesh if self._stage_meshes is None else self._stage_meshes.mesh
+        if not self._between_meshes(sender):
+            leaves = [meta.leaf(x, mesh) for meta, x in zip(metas, locals_, strict=True)]
+            return leaves, leaves
+        leaves = [meta.leaf(x, None) for meta, x in zip(metas, locals_, strict=True)]
+        return leaves, [meta.sharded_on(x, mesh) for meta, x in zip(metas, leaves, strict=True)]
+
+    def _between_meshes(self, place: int) -> bool:
+        """Return whether the stages of another place have a mesh of their own."""
+        return self._stage_meshes is not None and place != self._places.own
 
     def put_gradients(self, action: Action, grads: Sequence[Tensor]) -> None:
         """Pass on the gradients of a stage's inputs."""
-        receiver = self._rank_of[action.stage - 1]
-        if receiver == self._group.rank:
+        receiver = self._place_of[action.stage - 1]
+        if receiver == self._places.own:
             self._own[action] = list(grads)
             return
         metas = self._metas_of_gradients(action)
-        for route in self._routes(self._group.rank, receiver):
+        for route in self._routes(self._places.own, receiver):
             self._outboxes[route.peer].send_gradients(action, grads, metas)
 
     def take_gradients(self, stage: int, microbatch: int) -> list[Tensor]:
         """Return the gradients of a stage's outputs, of those that require them."""
         action = Action(stage + 1, "I", microbatch)
-        sender = self._rank_of[stage + 1]
-        if sender == self._group.rank:
+        sender = self._place_of[stage + 1]
+        if sender == self._places.own:
             return self._own.pop(action)
         parts = self._take(sender, action)
         grads = self._assemble(sender, parts, self._metas_of_gradients(action))
-        theirs, own = self._shares(sender, self._group.rank)
+        theirs, own = self._shares(sender, self._places.own)
         if theirs != own:  # a loss is larger by the data ranks over which its stage averages
             grads = [grad.mul_(own / theirs) for grad in grads]
         return grads
@@ -534,20 +580,20 @@ class Transport:
 
     def _take(self, sender: int, action: Action) -> list[list[Tensor | None]]:
         """Receive a result, in the order of the routes, and free what its senders had used."""
-        places = self._places[sender]
+        positions = self._positions[sender]
         parts: list[list[Tensor | None]] = []
-        for route in self._routes(sender, self._group.rank):
+        for route in self._routes(sender, self._places.own):
             parts.append(self._inboxes[route.peer].take(action))
             outbox = self._outboxes.get(route.peer)
             if outbox is not None:
-                outbox.release(lambda sent: places[_user_of(sent)] < places[action])
+                outbox.release(lambda sent: positions[_user_of(sent)] < positions[action])
         return parts
 
     def _assemble(
         self, sender: int, parts: list[list[Tensor | None]], metas: Metas
     ) -> list[Tensor]:
         """Return values from the parts that have come from several ranks."""
-        routes = self._routes(sender, self._group.rank)
+        routes = self._routes(sender, self._places.own)
         values: list[Tensor] = []
         for number, meta in enumerate(metas):
             own = [(route, of[number]) for route, of in zip(routes, parts, strict=True)]
@@ -573,9 +619,9 @@ def _requiring_gradients(metas: Metas) -> Metas:
     return tuple(meta for meta in metas if meta.requires_grad)
 
 
-def _places(row: Row) -> dict[Action, int]:
+def _positions(row: Row) -> dict[Action, int]:
     actions = [action for action in actions_in(row) if action.kind != "W"]
-    return {action.result: place for place, action in enumerate(actions)}
+    return {action.result: position for position, action in enumerate(actions)}
 
 
 def _user_of(result: Action) -> Action:

@@ -47,8 +47,12 @@ def return_whole_outputs_plain(module: nn.Module) -> None:
 def _return_whole_plain(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> Any:
-    """Convert the whole outputs of a call, if each tensor among its arguments is plain."""
-    if not _are_plain((args, kwargs)):
+    return whole_outputs_plain((args, kwargs), output)
+
+
+def whole_outputs_plain(inputs: Any, output: Any) -> Any:
+    """Convert the whole outputs of a call, if each tensor among its inputs is plain."""
+    if not _are_plain(inputs):
         return output
     for mesh in {x.mesh for x in _tensors(output) if isinstance(x, ShardedTensor)}:
         accept_plain_operands(mesh)

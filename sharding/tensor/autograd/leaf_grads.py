@@ -11,6 +11,9 @@ backward ends, all new gradients are reduced, once, in buckets of equal axes and
 
 Inside `accumulate_grads()` the reduction waits for the end of the block, over however many backward
 passes.
+
+Which leaves wait for it is known by hooks on their local parts (`register_leaf`). Those that hold a
+gradient before backward ends may hand it in themselves: units of FSDP `start` its reduction.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +40,16 @@ from ...redistribute.executor import executor_of_many
 from ...redistribute.linear import redistribute_grad
 from ..sharded_tensor import ShardedTensor
 
+GRADIENT = seed_of("gradient")
+
+
+class _Started(NamedTuple):
+    """A reduction in flight: the leaves, the function that waits for the sums, their lineage."""
+
+    leaves: Sequence[ShardedTensor]
+    wait: Callable[[], list[Tensor]]
+    lineage: int
+
 
 class _GradReducer:
     """The leaves of one rank whose gradients are still to be reduced.
@@ -48,9 +61,8 @@ class _GradReducer:
         outside_leaves: pairs of callbacks for gradients that are not in leaves: reduce them, before
             those of leaves, or drop them.
         before_flush: callbacks for the end of backward, before everything else.
-        started: for each reduction in flight, the leaves, the function that waits for the sums, and
-            their lineage.
-        task: the backward pass that will call `flush` at its end.
+        started: the reductions in flight.
+        task: the backward pass that will call `flush` at its end; -1 if none will.
         count: number of leaves so far.
     """
 
@@ -59,7 +71,7 @@ class _GradReducer:
         self.accumulating = 0
         self.outside_leaves: list[tuple[Callable[[], None], Callable[[], None]]] = []
         self.before_flush: list[Callable[[], None]] = []
-        self.started: list[tuple[Sequence[ShardedTensor], Callable[[], list[Tensor]], int]] = []
+        self.started: list[_Started] = []
         self.task = -1
         self.count = 0
 
@@ -76,7 +88,7 @@ class _GradReducer:
             engine_hooks.at_end_of_backward(self.flush)
 
     def flush(self) -> None:
-        """Reduce the gradients of waiting leaves and move them to `.grad`."""
+        """Reduce waiting gradients, move all to `.grad`, and call the hooks of their leaves."""
         self.task = -1
         if self.accumulating:
             return
@@ -98,17 +110,17 @@ class _GradReducer:
     def _finish_started(self) -> list[ShardedTensor]:
         """Wait for the reductions in flight, add the sums to `.grad`, and return the leaves."""
         started, self.started = self.started, []
-        for leaves, wait, lineage in started:
-            for leaf, grad in zip(leaves, wait(), strict=True):
-                _accumulate(leaf, grad, lineage)
-        return [leaf for leaves, *_ in started for leaf in leaves]
+        for reduction in started:
+            for leaf, grad in zip(reduction.leaves, reduction.wait(), strict=True):
+                _accumulate(leaf, grad, reduction.lineage)
+        return [leaf for reduction in started for leaf in reduction.leaves]
 
     def drop_started(self) -> None:
         """Wait for the reductions that a failed backward has launched, and drop them."""
         self.before_flush.clear()
         started, self.started = self.started, []
-        for _, wait, _ in started:
-            wait()
+        for reduction in started:
+            reduction.wait()
 
     def give_up(self) -> None:
         """Drop gradients that are not in leaves after an exception in `accumulate_grads()`.
@@ -192,13 +204,8 @@ def start(
     reducer = world.state(_GradReducer)
     for members in buckets.values():
         bucket_leaves, bucket_grads = zip(*members, strict=True)
-        reducer.started.append(
-            (
-                bucket_leaves,
-                _start_bucket(bucket_leaves, bucket_grads, tag, donate),
-                unpacked(world.comm_context.lineage),
-            )
-        )
+        wait = _start_bucket(bucket_leaves, bucket_grads, tag, donate)
+        reducer.started.append(_Started(bucket_leaves, wait, unpacked(world.comm_context.lineage)))
     reducer.flush_at_end()
 
 
@@ -207,11 +214,9 @@ def may_start(leaf: ShardedTensor, node: Any) -> bool:
 
     Hooks of the leaf get its gradient from autograd, before it is reduced.
     """
-    if leaf._local._backward_hooks:
+    if leaf._local._backward_hooks or _needs_no_reduction(leaf):
         return False
-    return not (
-        _needs_no_reduction(leaf) or is_accumulating(leaf.mesh.world)
-    ) and engine_hooks.accumulates(node)
+    return not is_accumulating(leaf.mesh.world) and engine_hooks.accumulates(node)
 
 
 def drop_started(world: World) -> None:
@@ -250,6 +255,11 @@ class _NotCopied(OrderedDict[Any, Any]):
 
 
 def _register_hooks(leaf: ShardedTensor) -> None:
+    """Let autograd report each gradient that it accumulates for the leaf: `_GradReducer.add`.
+
+    Leaves are numbered in the order of these calls, the same on every rank; a second call for one
+    does nothing.
+    """
     if getattr(leaf, "_hooked_local", None) is leaf._local:
         return
     if leaf._local.is_inference():  # which has no gradient
@@ -284,37 +294,41 @@ def _register_hooks(leaf: ShardedTensor) -> None:
     leaf._local.register_post_accumulate_grad_hook(after_accumulation)
 
 
+# -- the reduction ---------------------------------------------------------------------------------
+
+
 def _reduce(leaves: Sequence[ShardedTensor]) -> None:
     """Reduce the leaves' accumulated local gradients in buckets and move them to `.grad`.
 
     A gradient whose reduction fails stays pending.
     """
     pending = [(leaf, leaf._local.grad) for leaf in leaves if leaf._local.grad is not None]
-    for (_, axes, _, together), members in _buckets(pending).items():
+    for (_, axes, _, is_differentiated), members in _buckets(pending).items():
         if not axes:
             reduced = [grad for _, grad in members]
-        elif together:
+        elif is_differentiated:
+            reduced = [_reduce_differentiably(leaf, grad) for leaf, grad in members]
+        else:
             bucket_leaves, grads = zip(*members, strict=True)
             reduced = _start_bucket(bucket_leaves, grads, None, False)()
-        else:
-            reduced = [_reduce_alone(leaf, grad) for leaf, grad in members]
         for (leaf, _), grad in zip(members, reduced, strict=True):
             leaf._local.grad = None
             _accumulate(leaf, grad, unpacked(leaf.mesh.world.comm_context.lineage))
 
 
-GRADIENT = seed_of("gradient")
-
-
 def _buckets(
     pairs: Iterable[tuple[ShardedTensor, Tensor]],
 ) -> dict[Any, list[tuple[ShardedTensor, Tensor]]]:
-    """Group the leaves and gradients that are reduced together."""
+    """Group the leaves and gradients that are reduced together.
+
+    Returns:
+        (mesh, axes to reduce over, dtype, whether autograd records the gradients) -> the pairs.
+    """
     buckets: dict[Any, list[tuple[ShardedTensor, Tensor]]] = {}
     for leaf, grad in pairs:
         layout = leaf._layout
         axes = layout.replicated_axes if layout.mesh.coordinate is not None else ()  # type: ignore[attr-defined]
-        key = layout.mesh, axes, grad.dtype, not grad.requires_grad
+        key = layout.mesh, axes, grad.dtype, grad.requires_grad
         buckets.setdefault(key, []).append((leaf, grad))
     return buckets
 
@@ -322,30 +336,33 @@ def _buckets(
 def _start_bucket(
     leaves: Sequence[ShardedTensor], grads: Sequence[Tensor], tag: CommTag | None, donate: bool
 ) -> Callable[[], list[Tensor]]:
+    """Launch the reduction of a bucket; the returned function waits for the sums."""
     layouts = [
         leaf._layout if leaf._layout.dtype is grad.dtype else leaf._layout.replace(dtype=grad.dtype)
         for leaf, grad in zip(leaves, grads, strict=True)
     ]
+    sources = [_source_of_sum(grad, layout) for grad, layout in zip(grads, layouts, strict=True)]
+    pairs = tuple((src, layout.grad) for (_, src), layout in zip(sources, layouts, strict=True))
+    are_grads = all(source is grad for (source, _), grad in zip(sources, grads, strict=True))
     world = leaves[0].mesh.world
-    known = [_whole_origin(grad, layout) for grad, layout in zip(grads, layouts, strict=True)]
-    pairs = tuple((src, layout.grad) for (_, src), layout in zip(known, layouts, strict=True))
     with comm_context(world, mixed(unpacked(world.comm_context.lineage), leaves)):
-        donate = donate and all(
-            origin is grad for (origin, _), grad in zip(known, grads, strict=True)
-        )
         parts = executor_of_many(pairs).start(
-            [origin for origin, _ in known], donate=donate, tag=tag
+            [source for source, _ in sources], donate=donate and are_grads, tag=tag
         )
     return lambda: [
-        _shaped_like(part if origin is grad else _copy_if_shared(part, origin), grad)
-        for part, (origin, _), grad in zip(parts.wait(), known, grads, strict=True)
+        _shaped_like(part if source is grad else _copy_if_shared(part, source), grad)
+        for part, (source, _), grad in zip(parts.wait(), sources, grads, strict=True)
     ]
 
 
-def _whole_origin(grad: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
-    """Return the origin of a leaf's gradient if that is reduced already, else the gradient.
+def _source_of_sum(grad: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
+    """Return what a leaf's reduction starts from, and its layout.
 
-    All are summed in one bucket.
+    That is the gradient's origin if it is the sum already, else the gradient: origins in other
+    layouts are not used, so that all gradients of a bucket are summed by one collective.
+
+    Args:
+        layout: of the leaf.
     """
     origin = origin_of(grad, layout.dual)
     return (origin.tensor, origin.layout) if origin.layout is layout.grad else (grad, layout.dual)
@@ -366,10 +383,10 @@ def _shaped_like(part: Tensor, grad: Tensor) -> Tensor:
     return whole if grad.is_contiguous() else torch.empty_like(grad).copy_(whole)
 
 
-def _reduce_alone(leaf: ShardedTensor, grad: Tensor) -> Tensor:
-    """Reduce one gradient differentiably, for `create_graph=True`."""
+def _reduce_differentiably(leaf: ShardedTensor, grad: Tensor) -> Tensor:
+    """Reduce one gradient that autograd records, as with `create_graph=True`."""
     layout = leaf._layout.replace(dtype=grad.dtype)
-    with torch.set_grad_enabled(grad.requires_grad):
+    with torch.enable_grad():
         return _copy_if_shared(
             redistribute_grad(grad, layout.dual, layout.grad), origin_of(grad, layout.dual).tensor
         )
@@ -382,7 +399,6 @@ def _gradient_of(leaf: ShardedTensor, grad: Tensor, layout: Layout) -> ShardedTe
 def _accumulate(leaf: ShardedTensor, grad: Tensor, lineage: int) -> None:
     """Add to `.grad`; `lineage` is that of the value that backward started from."""
     old = leaf._reduced_grad
-    before = [] if old is None else [old]
     if old is None:
         layout = leaf._layout.grad
         reduced = leaf._reduced_grad = _gradient_of(
@@ -393,9 +409,9 @@ def _accumulate(leaf: ShardedTensor, grad: Tensor, lineage: int) -> None:
     else:
         old._local += grad
         reduced = old
-    # else its lineage is that of the leaf alone, as on ranks where no reduction is needed
+    # Without copies its lineage is that of the leaf alone, as on ranks that need no reduction.
     if not _has_no_copies(leaf):
-        reduced._lineage = mixed(lineage, [leaf, *before])
+        reduced._lineage = mixed(lineage, [leaf] if old is None else [leaf, old])
 
 
 # -- `.grad` ---------------------------------------------------------------------------------------

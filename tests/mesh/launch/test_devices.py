@@ -24,9 +24,9 @@ from shardmesh.mesh.launch import job_store, process_groups, rank_zero, rendezvo
 from shardmesh.mesh.launch.environment import (
     LAUNCHERS,
     REQUIRED,
-    completed,
+    complete_environment,
+    hint_if_unconnected,
     launch_environment,
-    unconnected,
 )
 from shardmesh.mesh.launch.progress import Progress
 from shardmesh.mesh.monitor import timeouts
@@ -207,7 +207,7 @@ def test_a_launcher_alone_makes_no_job() -> None:
         {**SRUN, "SLURM_STEP_NUM_TASKS": "1"},
     ):
         assert launch_environment(env) is None
-        assert completed(env) == env
+        assert complete_environment(env) == env
     with pytest.raises(LaunchEnvironmentError, match="but not RANK, WORLD_SIZE, MASTER_PORT"):
         launch_environment({**SRUN, "MASTER_ADDR": "node1"})
 
@@ -225,10 +225,10 @@ def test_processes_that_do_not_know_of_each_other_are_told_what_to_set(
     ):
         init_device_mesh("cpu", (8,))
     dist.destroy_process_group()
-    assert unconnected({**SRUN, **OPEN_MPI}).startswith(
+    assert hint_if_unconnected({**SRUN, **OPEN_MPI}).startswith(
         "This process is number 5 of 8 that mpirun has started"
     )
-    assert unconnected({}) == unconnected({**MASTER, **SRUN}) == ""
+    assert hint_if_unconnected({}) == hint_if_unconnected({**MASTER, **SRUN}) == ""
     assert launch_environment(
         {**MASTER, **SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
     ) == (0, 1)
@@ -240,7 +240,7 @@ def test_processes_that_do_not_know_of_each_other_are_told_what_to_set(
 )
 def test_tasks_of_a_node(tasks: str, node: str, expected: str | None) -> None:
     env = {**MASTER, **SRUN, "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": node}
-    assert completed(env).get("LOCAL_WORLD_SIZE") == expected
+    assert complete_environment(env).get("LOCAL_WORLD_SIZE") == expected
 
 
 # -- what the program has chosen -------------------------------------------------------------------

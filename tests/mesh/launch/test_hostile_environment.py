@@ -20,7 +20,7 @@ from shardmesh.mesh.doctor.job_checks import launcher, settings
 from shardmesh.mesh.errors import LaunchEnvironmentError
 from shardmesh.mesh.launch import job_store
 from shardmesh.mesh.launch.environment import (
-    completed,
+    complete_environment,
     device_index,
     launch_environment,
     launchers_of,
@@ -148,7 +148,7 @@ def test_tasks_per_node_are_not_written_out(tasks: str) -> None:
         "SLURM_NODEID": "1",
     }
     since = time.monotonic()
-    completed(env)
+    complete_environment(env)
     assert time.monotonic() - since < 10
 
 
@@ -159,7 +159,8 @@ def test_tasks_per_node() -> None:
         "SLURM_STEP_TASKS_PER_NODE": "4(x2),3",
     }
     assert [
-        completed(env | {"SLURM_NODEID": str(node)}).get("LOCAL_WORLD_SIZE") for node in range(4)
+        complete_environment(env | {"SLURM_NODEID": str(node)}).get("LOCAL_WORLD_SIZE")
+        for node in range(4)
     ] == ["4", "4", "3", None]
 
 
@@ -195,10 +196,10 @@ def test_an_address_that_does_not_resolve_is_said_soon(
     address = job_store.Address("no-such-host.invalid", free_port(), False)
     since = time.monotonic()
     with pytest.raises(LaunchEnvironmentError, match=r"'no-such-host\.invalid' does not resolve"):
-        job_store.opened(address, 0, 2, Progress(0, 60.0))
+        job_store.open_store(address, 0, 2, Progress(0, 60.0))
     assert time.monotonic() - since < 10
     with pytest.raises(LaunchEnvironmentError, match=r"'no-such-host\.invalid' does not resolve"):
-        job_store.opened(address, 1, 2, Progress(1, 0.5))
+        job_store.open_store(address, 1, 2, Progress(1, 0.5))
     assert capfd.readouterr().err.count("'no-such-host.invalid' does not resolve") == 1
 
 
@@ -211,7 +212,7 @@ def test_a_resolver_that_does_not_answer_is_the_reason(
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = job_store.Address("127.0.0.1", silent.getsockname()[1], False)
         with pytest.raises(LaunchEnvironmentError, match="the resolver does not answer"):
-            job_store.opened(address, 1, 2, Progress(1, 2.0))
+            job_store.open_store(address, 1, 2, Progress(1, 2.0))
 
 
 @pytest.mark.xdist_group("processes")

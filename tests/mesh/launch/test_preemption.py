@@ -76,7 +76,7 @@ class PreemptedJob:
 
     def run_rank(self, rank: int) -> None:
         for step in range(0, 20_000 * self.gap, self.gap):
-            if self.parts[rank].reached(rank, step):
+            if self.parts[rank].begin_step(rank, step):
                 self.stopped[rank] = step
                 return
             self.steps[rank].append(step)
@@ -110,11 +110,11 @@ def test_all_ranks_stop_in_the_same_step(seed: int, monkeypatch: pytest.MonkeyPa
 def test_rank_that_never_calls_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preemption, "_STEP_TIMEOUT_S", 0.1)
     part = _StoreAgreement(keys_of(HashStore()), 0, 3, lambda: True, lambda: None)
-    part.reached(0, 1)
+    part.begin_step(0, 1)
     with pytest.raises(RuntimeError, match="ranks 1, 2 have not called it"):
         for _ in range(int(LIMIT_S / 0.01)):
             time.sleep(0.01)
-            part.reached(0, 1)
+            part.begin_step(0, 1)
     part.stop()
 
 
@@ -126,7 +126,7 @@ def test_waiting_ranks_raise_when_the_job_fails() -> None:
     with pytest.raises(ConnectionError, match="rank 1 died"):
         for _ in range(int(LIMIT_S / 0.01)):
             time.sleep(0.01)
-            part.reached(0, 1)
+            part.begin_step(0, 1)
     part.stop()
 
 
@@ -147,7 +147,7 @@ def test_a_job_that_fails_is_not_preempted(caplog: pytest.LogCaptureFixture) -> 
     with pytest.raises(ConnectionError, match="rank 1 died"):
         for _ in range(int(LIMIT_S / 0.01)):
             time.sleep(0.01)
-            part.reached(0, 1)
+            part.begin_step(0, 1)
     part.stop()
     assert "preempted" not in caplog.text
     assert not keys_of(store).has("notice")  # the other ranks see for themselves
@@ -163,7 +163,7 @@ def test_without_a_notice_calls_do_not_communicate() -> None:
 
     store = Counting()
     part = _StoreAgreement(keys_of(store), 0, 2, lambda: False, lambda: None)
-    assert not any(part.reached(0, step) for step in range(10_000))
+    assert not any(part.begin_step(0, step) for step in range(10_000))
     assert store.asked <= 1 + 10  # once a second, on a machine that may be very slow
     part.stop()
 

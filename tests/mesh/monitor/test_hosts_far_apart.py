@@ -117,7 +117,7 @@ def test_a_copy_of_a_rank_that_ran_far_ahead_is_behind_in_no_collective(
         for _ in range(count):
             four[0].call()
             four[1].call()
-        copy.write(source.changed(), source.versions)
+        copy.write(source.changed_parts(), source.versions)
     directory = four[0].monitor.directory
     directory._buffers[1] = copy.buffer
     came = [

@@ -357,7 +357,7 @@ def test_the_store_of_a_local_job_listens_on_loopback_only() -> None:
     store = _local_store()
     assert _listening(store.port) == {"0100007F"}
     address = job_store.Address("127.0.0.1", free_port(), False)
-    served, serves = job_store.opened(address, 0, 2, Progress(0, 5.0))
+    served, serves = job_store.open_store(address, 0, 2, Progress(0, 5.0))
     assert serves
     assert _listening(address.port) == {"0100007F"}
     other = TCPStore("127.0.0.1", address.port, is_master=False, timeout=timedelta(seconds=20))

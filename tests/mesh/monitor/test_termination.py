@@ -274,20 +274,71 @@ def test_verdict_is_raised_again(two: list[DrivenRank]) -> None:
     assert two[0].monitor.failed_at
 
 
+def alarm() -> None:
+    process_hooks._on_alarm(0, sys._getframe(1))
+
+
 def test_a_program_that_is_not_interruptible_goes_on_until_it_is(
     two: list[DrivenRank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process_hooks, "monitors", {two[0].monitor})
     two[1].monitor.fail(Verdict("lost", (1,), "", (), "rank 1 died"))
     with termination.interruptible(False):
-        process_hooks._on_alarm()
+        alarm()
         with pytest.raises(WatchError, match="rank 1 died"), termination.interruptible(True):
-            process_hooks._on_alarm()
+            alarm()
         assert not termination.is_interruptible()
         two[0].monitor.notified = False
-        process_hooks._on_alarm()
+        alarm()
     with pytest.raises(WatchError, match="rank 1 died"):
-        process_hooks._on_alarm()
+        alarm()
+
+
+class Protected:
+    """Code of others: it is interrupted as it is entered, left and deleted."""
+
+    def wait(self) -> None:
+        alarm()
+
+    def __enter__(self) -> None:
+        self.wait()
+
+    def __exit__(self, *_: object) -> None:
+        self.wait()
+
+    def __del__(self) -> None:
+        self.wait()
+
+
+def test_entering_and_leaving_a_block_is_not_interrupted(
+    two: list[DrivenRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_hooks, "monitors", {two[0].monitor})
+    two[1].monitor.fail(Verdict("lost", (1,), "", (), "rank 1 died"))
+    with Protected():
+        assert not two[0].monitor.notified
+    assert not two[0].monitor.notified
+    with pytest.raises(WatchError, match="rank 1 died"), Protected():
+        alarm()
+
+
+def test_a_late_watchdog_sets_no_deadline_for_a_program_that_goes_on(
+    two: list[DrivenRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_at: list[str] = []
+    monkeypatch.setattr(termination, "end_after_exit_time", lambda: set_at.append("deadline"))
+    monkeypatch.setattr(termination, "is_hosted", lambda: False)
+    monitor = two[0].monitor
+    monkeypatch.setattr(monitor, "is_of_this_job", lambda: True)
+    two[1].monitor.fail(Verdict("lost", (1,), "", (), "rank 1 died"))
+    assert termination.may_end(monitor)
+    termination.set_deadline(monitor, True)
+    monitor.suspend()
+    assert set_at == ["deadline"]
+    assert not termination.may_end(monitor)
+    termination.set_deadline(monitor, True)
+    assert set_at == ["deadline"]
+    assert termination._deadline_of is None
 
 
 def test_a_suspended_monitor_interrupts_and_ends_nothing(
@@ -298,7 +349,7 @@ def test_a_suspended_monitor_interrupts_and_ends_nothing(
     monkeypatch.setattr(process_hooks, "monitors", {monitor})
     two[1].monitor.fail(Verdict("lost", (1,), "", (), "rank 1 died"))
     monitor.suspend()
-    process_hooks._on_alarm()
+    alarm()
     assert not monitor.is_on
     assert monitor.buffer.words[Header.AWARE]
     assert monitor.buffer.words[Header.STATE] == RankState.RUNNING

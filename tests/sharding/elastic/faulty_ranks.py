@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from functools import partial, partialmethod
@@ -63,6 +64,8 @@ class Faults:
             os.kill(os.getpid(), signal.SIGTERM)
         elif kind == "await":
             await_a_process_that_joins()
+        elif kind == "cut":  # this host from others
+            subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
         elif kind == "raise":
             raise ArithmeticError(f"a bad batch in step {self.step}")
 

@@ -100,6 +100,18 @@ def test_a_step_that_raises_is_taken_again(forked: Forked):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("place", ["regroup", "build", "exchange"])
+@pytest.mark.parametrize("rank", [1, 3])
+def test_a_rank_fails_and_lives_while_the_others_recover(forked: Forked, rank: int, place: str):
+    """The others wait for it, and go back to an agreement with it."""
+    faults = [(0, 2, "backward", "kill"), (rank, 2, place, "raise")]
+    ended = run_job(forked, "ddp", faults)
+    check_against_replay(ended, forked, "ddp", {0})
+    assert [event[:3] for event in ended[1].value["events"]] == [[2, [0], [1, 2, 3]]]
+    assert max(event[3] for event in ended[1].value["events"]) < 25.0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["write", "after"])
 def test_a_step_that_raises_while_two_optimizers_write_is_undone(forked: Forked, place: str):
     ended = run_job(forked, "two", [(1, 3, place, "raise")])

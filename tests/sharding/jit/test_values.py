@@ -311,7 +311,7 @@ def test_the_agreement_is_one_small_collective() -> None:
     for found, eager, size in sm.simulate(2)(main)():
         assert len(found) == len(eager) + 1
         assert found[0] == "all_reduce"
-        assert size == 8
+        assert size == 24
 
 
 @pytest.mark.parametrize("strict", [False, True])

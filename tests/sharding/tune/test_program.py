@@ -34,6 +34,11 @@ FORMS = {
     ),
     "pp, fsdp, gather once": Form(pp=2, fsdp=2, rows=2, microbatches=2, gather="step"),
     "pp": Form(pp=2, rows=2, microbatches=4),
+    "fsdp, recompute selectively": Form(fsdp=2, rows=4, recompute="selective"),
+    "fsdp, tp, sp, recompute selectively": Form(
+        fsdp=2, tp=2, sequence_parallel=True, rows=4, recompute="selective"
+    ),
+    "pp, recompute selectively": Form(pp=2, rows=2, microbatches=4, recompute="selective"),
 }
 
 

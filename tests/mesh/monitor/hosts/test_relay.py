@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
+from shardmesh.mesh.comm.recording.recorder import Neighbour
 from shardmesh.mesh.comm.recording.trace_buffer import (
     BUFFER_BYTES,
     LONG_SLOTS,
@@ -55,11 +56,11 @@ def record(buffer: TraceBuffer, number: int, call: str, place: str = "train.py:1
 
 def carry(source: BufferSource, copy: BufferCopy) -> int:
     """Copy once; return the number of bytes sent."""
-    found = source.changed()
+    changed = source.changed_parts()
     missing = copy.missing(source.versions)
-    assert set(missing) <= set(found)
-    copy.write({start: found[start] for start in missing}, source.versions)
-    return sum(map(len, found.values()))
+    assert set(missing) <= set(changed)
+    copy.write({start: changed[start] for start in missing}, source.versions)
+    return sum(map(len, changed.values()))
 
 
 @pytest.fixture
@@ -255,6 +256,34 @@ def test_verdict_reaches_all_hosts_before_a_rank_ends(ranks):
     assert ranks.monitors[1].standing() == verdict
 
 
+def test_a_verdict_is_told_by_ranks_that_go_on_after_they_raised(ranks):
+    """Those that raise are no speakers, and their monitors are not closed either."""
+    verdict = Verdict("raised", (3,), "ValueError", (), "rank 3 raised ValueError: the reason")
+    for rank in (2, 3):
+        ranks.monitors[rank].buffer.words[Header.STATE] = RankState.RAISED
+        assert not ranks.relays[rank]._is_speaker()
+    ranks.monitors[3].fail(verdict)
+    for rank in (2, 3):
+        ranks.relays[rank].speak_on()
+    assert [rank for rank in (2, 3) if ranks.relays[rank]._is_speaker()] == [2]
+    soon(lambda: ranks.monitors[0].standing() == verdict)
+    ranks.relays[2].leave()
+    ranks.relays[2]._thread.join(LIMIT_S)
+    assert not ranks.relays[2]._thread.is_alive()
+
+
+def test_ranks_whose_end_is_seen_otherwise_are_lost(ranks):
+    record(ranks.monitors[2].buffer, 0, "all_reduce")
+    for rank in (2, 3):
+        ranks.relays[rank]._over.set()
+        ranks.relays[rank]._thread.join()
+    ranks.monitors[0].ended_elsewhere = lambda: [3]
+    ranks.monitors[0].relay = ranks.relays[0]
+    ranks.monitors[0].look_elsewhere()
+    assert ranks.buffer(1, 3).words[Header.STATE] == RankState.LOST
+    assert ranks.buffer(1, 2).words[Header.STATE] == RankState.RUNNING
+
+
 def test_stack_is_requested_and_received(ranks):
     asking, asked = ranks.buffer(1, 3).words, ranks.monitors[3].buffer
     for text in ("first", "second"):
@@ -332,10 +361,10 @@ def test_relay_only_runs_if_there_may_be_other_hosts(monkeypatch, tmp_path):
     assert not may_span_hosts({"LOCAL_WORLD_SIZE": "4"}, 4)
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    found = start_relay(monitor, PrefixStore("default", server))
-    assert found is not None
-    found._thread.join(LIMIT_S)
-    assert (found._thread.is_alive(), found.has_others) == (False, False)
+    relay = start_relay(monitor, PrefixStore("default", server))
+    assert relay is not None
+    relay._thread.join(LIMIT_S)
+    assert (relay._thread.is_alive(), relay.has_others) == (False, False)
 
 
 # -- comparing with copies -------------------------------------------------------------------------
@@ -345,9 +374,9 @@ def lineage_of(*hashes: int) -> int:
     return sum(h << at for h, at in zip(hashes, (48, 32, 16), strict=True))
 
 
-def seat_after(count: int, wrong: dict[int, tuple[int, int]]) -> Any:
-    """Return a recorder whose row holds the last fingerprints of `count` collectives, some of which
-    (fingerprint, lineage) differ.
+def buffer_after(count: int, wrong: dict[int, tuple[int, int]]) -> TraceBuffer:
+    """Return a trace buffer whose first row holds the last fingerprints of `count` collectives,
+    some of which (fingerprint, lineage) differ.
     """
     buffer = TraceBuffer.private(0, 2)
     row = row_of(0)
@@ -355,11 +384,11 @@ def seat_after(count: int, wrong: dict[int, tuple[int, int]]) -> Any:
         fingerprint, lineage = wrong.get(sequence, (5, lineage_of(1, 1, 1)))
         at = row + sequence % LONG_SLOTS * SLOT_WORDS
         buffer.words[at], buffer.words[at + 1] = (sequence & 0xFFFF) << 48 | fingerprint, lineage
-    return SimpleNamespace(words=buffer.words, row=row, called=count, number=0)
+    return buffer
 
 
 @pytest.mark.parametrize(
-    ("mine", "theirs", "wrong", "expected"),
+    ("called", "neighbour_called", "wrong", "expected"),
     [
         (100, 100, {}, None),
         (100, 60, {}, None),  # the copy is older
@@ -374,10 +403,12 @@ def seat_after(count: int, wrong: dict[int, tuple[int, int]]) -> Any:
         (70_000, 69_990, {69_980: (6, 0)}, 69_980),  # numbers wrap in the table
     ],
 )
-def test_the_first_collective_that_differs(mine, theirs, wrong, expected):
-    one, other = seat_after(mine, {}), seat_after(theirs, wrong)
-    neighbour = other.words, other.row, LONG_SLOTS - 1, 0
-    assert relay_module._first_difference(one, neighbour, 0, min(mine, theirs)) == expected
+def test_the_first_collective_that_differs(called, neighbour_called, wrong, expected):
+    own = buffer_after(called, {})
+    recorder: Any = SimpleNamespace(words=own.words, row=row_of(0), called=called, number=0)
+    neighbour = Neighbour(buffer_after(neighbour_called, wrong), 0)
+    both = min(called, neighbour_called)
+    assert relay_module._first_difference(recorder, neighbour, 0, both) == expected
     later = (expected or 0) + 1
     following = next((n for n in wrong if n >= later and expected), None)
-    assert relay_module._first_difference(one, neighbour, later, min(mine, theirs)) == following
+    assert relay_module._first_difference(recorder, neighbour, later, both) == following

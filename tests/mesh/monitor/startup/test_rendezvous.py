@@ -323,7 +323,7 @@ def test_port_without_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(
             LaunchEnvironmentError, match=r"is not a torch\.distributed store: it is "
         ):
-            job_store.opened(address, 1, 2, Progress(1, 5.0))
+            job_store.open_store(address, 1, 2, Progress(1, 5.0))
 
 
 def test_host_without_an_address() -> None:
@@ -332,4 +332,4 @@ def test_host_without_an_address() -> None:
         LaunchEnvironmentError,
         match=r"rank 1 cannot reach the launcher's store at MASTER_ADDR=no-such-host\.invalid",
     ):
-        job_store.opened(address, 1, 2, Progress(1, 0.1))
+        job_store.open_store(address, 1, 2, Progress(1, 0.1))

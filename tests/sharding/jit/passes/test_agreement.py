@@ -101,25 +101,23 @@ def test_processes(world4: Pool) -> None:
 
 
 def records_alone(kind: str, options: Any = None) -> tuple[str, list[str]]:
-    """The error, and its notes, where one rank gets an argument of another shape and the others run
-    the graph that they have.
+    """The error, and its notes, where one rank gets another number and the others run the graph
+    that they have.
     """
     world = current_world()
     mesh = sm.init_device_mesh(DEVICE, (world.size,), axis_names=("dp",))
     w = sm.ones(8, device_mesh=mesh, placements=P("dp"))
 
     @sm.jit(backend="eager", compiler_options=options)
-    def step(x: Tensor) -> Any:
-        return (
-            w.redistribute(P()).sum().full_tensor() + x.sum()
-            if kind == "collectives"
-            else w.to_local().sum() + x.sum()
-        )
+    def step(n: int) -> Any:
+        if kind == "collectives":
+            return w.redistribute(P()).sum().full_tensor() * n
+        return w.to_local().sum() * n
 
     for _ in range(3):
-        step(torch.ones(3))
+        step(3)
     try:
-        assert step(torch.ones(4 if world.rank == 1 else 3)).item() > 0
+        assert step(4 if world.rank == 1 else 3).item() > 0
         if kind == "none":
             mesh.group().barrier()
     except sm.errors.WatchError as error:
@@ -139,7 +137,7 @@ def check_who_records(found: list[tuple[str, list[str]]]) -> None:
     for text, _ in found:
         assert f"all_gather_object() for recording {name} under sm.jit" in " ".join(text.split())
     start = (
-        f"rank 1 records {name} under sm.jit since the shape of x is [4] and was [3], and all "
+        f"rank 1 records {name} under sm.jit since the value of n is 4 and was 3, and all "
         "ranks must record in the same call"
     )
     assert [[note for note in notes if note.startswith(start)] != [] for _, notes in found] == [

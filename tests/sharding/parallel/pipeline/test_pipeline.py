@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardmesh as sm
-from shardmesh.parallel import Schedule, make_schedule, pipeline
+from shardmesh import P
+from shardmesh.parallel import (
+    Schedule,
+    colwise,
+    make_schedule,
+    pipeline,
+    prepare_inputs,
+    rowwise,
+)
 from tests.sharding.parallel.pipeline.pipeline_jobs import (
     FORMS,
     Trained,
@@ -541,6 +549,26 @@ def test_static_shapes():
 def test_add_loss_outside_of_a_step():
     for text in errors_of(lambda: make().add_loss(torch.ones(()))):
         assert "no stage runs" in text
+
+
+def test_outputs_are_plain_where_the_last_stage_gets_sharded_values():
+    """Blocks pass on parts of the sequence; the loss is of plain logits and plain targets."""
+
+    def program():
+        mesh = sm.init_device_mesh("cpu", (2, 2), axis_names=("pp", "tp"))
+        pipe = pipeline(make_model(), mesh, split=boundaries(2), microbatches=2)
+        down = rowwise(out=P(None, "tp", None))
+        plan = {"*.up": colwise(), "*.down": down, "head": prepare_inputs(P())}
+        pipe.parallelize(plan, mesh["tp"])
+        loss = pipe.step(*batch(), loss_fn=F.cross_entropy)
+        results = pipe.forward(batch()[0])
+        return loss.item(), None if results is None else [type(x) for x in results]
+
+    ids, targets = batch()
+    expected = F.cross_entropy(make_model()(ids), targets).item()
+    for loss, kinds in sm.simulate(4)(program)():
+        assert loss == pytest.approx(expected, abs=1e-12)
+        assert kinds in (None, [Tensor, Tensor])
 
 
 def test_layers_must_not_use_the_axis_of_the_pipeline():

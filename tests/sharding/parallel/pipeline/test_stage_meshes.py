@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,8 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardmesh as sm
-from shardmesh.parallel import Pipeline, colwise, pipeline, rowwise
+from shardmesh import P
+from shardmesh.parallel import Pipeline, colwise, pipeline, prepare_inputs, rowwise
 from tests.mesh.simulated.nccl_world import nccl_world
+from tests.sharding.parallel.pipeline import stateful_model
 from tests.sharding.parallel.pipeline.pipeline_jobs import (
     STEPS,
     Block,
@@ -29,13 +32,30 @@ from tests.sharding.parallel.pipeline.pipeline_jobs import (
 Sizes = Sequence[Mapping[str, int]]
 
 
+def ranks_of(sizes: Sizes) -> list[int]:
+    """Return the number of ranks of each place."""
+    return [math.prod(shape.values()) for shape in sizes]
+
+
 def make_pipe(
-    sizes: Sizes, stages: int, model: nn.Module | None = None, **options: Any
+    sizes: Sizes,
+    stages: int,
+    model: nn.Module | None = None,
+    *,
+    sequence: bool = False,
+    **options: Any,
 ) -> Pipeline:
-    ranks = 1
-    for size in sizes[0].values():
-        ranks *= size
-    mesh = sm.init_device_mesh("cpu", (len(sizes), ranks), axis_names=("pp", "rank"))
+    """Return a pipeline with tensor parallelism over "tp" and FSDP over "dp".
+
+    Args:
+        sequence: split what blocks return along the sequence.
+    """
+    ranks = ranks_of(sizes)
+    if len(set(ranks)) == 1:
+        shape, names = (len(sizes), ranks[0]), ("pp", "rank")
+    else:
+        shape, names = (sum(ranks),), ("pp",)
+    mesh = sm.init_device_mesh("cpu", shape, axis_names=names)
     pipe = pipeline(
         make_model() if model is None else model,
         mesh,
@@ -45,14 +65,20 @@ def make_pipe(
     )
     own = pipe.stage_mesh
     if "tp" in own.axis_names:
-        pipe.parallelize({"*.up": colwise(), "*.down": rowwise()}, own["tp"])
+        plan: dict[str, Any] = {"*.up": colwise(), "*.down": rowwise()}
+        if sequence:
+            plan["*.down"] = rowwise(out=P(None, "tp", None))
+            plan["head"] = prepare_inputs(P())
+        pipe.parallelize(plan, own["tp"])
     if "dp" in own.axis_names:
         pipe.fully_shard(own["dp"], units=Block)
     return pipe
 
 
-def train(sizes: Sizes, schedule: str, microbatches: int, stages: int) -> Trained:
-    pipe = make_pipe(sizes, stages, schedule=schedule, microbatches=microbatches)
+def train(
+    sizes: Sizes, schedule: str, microbatches: int, stages: int, sequence: bool = False
+) -> Trained:
+    pipe = make_pipe(sizes, stages, schedule=schedule, microbatches=microbatches, sequence=sequence)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
     losses: list[float] = []
     grads: dict[str, Tensor] = {}
@@ -84,9 +110,109 @@ CASES = [
     ids=[f"{case[1]}" for case in CASES],
 )
 def test_equals_one_process(sizes: Sizes, schedule: str, microbatches: int, stages: int) -> None:
-    ranks = len(sizes) * (2 if len(sizes) == 3 else 4)
-    trained = sm.simulate(ranks)(train)(sizes, schedule, microbatches, stages)
+    trained = sm.simulate(sum(ranks_of(sizes)))(train)(sizes, schedule, microbatches, stages)
     check_equal(trained, one_process())
+
+
+UNEQUAL = [
+    ([{"dp": 2}, {"dp": 2, "tp": 2}], "1f1b", 4, 2),
+    ([{"dp": 1}, {"dp": 2}], "zb_v", 2, 4),
+    ([{"dp": 2, "tp": 2}, {"tp": 2}, {"tp": 1}], "gpipe", 2, 3),
+    ([{"dp": 4}, {"tp": 2}], "zb_h1", 4, 2),
+]
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize(
+    ("sizes", "schedule", "microbatches", "stages"),
+    UNEQUAL,
+    ids=[f"{case[1]}" for case in UNEQUAL],
+)
+def test_unequal_numbers_of_ranks(
+    sizes: Sizes, schedule: str, microbatches: int, stages: int
+) -> None:
+    trained = sm.simulate(sum(ranks_of(sizes)))(train)(sizes, schedule, microbatches, stages)
+    check_equal(trained, one_process())
+
+
+SHARDED = [
+    (FOUR_THEN_TWO, "1f1b", 4, 2),
+    ([{"dp": 1, "tp": 2}, {"dp": 2, "tp": 2}], "zb_v", 2, 4),
+    ([{"dp": 1, "tp": 2}, {"dp": 4}], "zb_h1", 4, 2),
+]
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(
+    ("sizes", "schedule", "microbatches", "stages"),
+    SHARDED,
+    ids=[f"{case[1]}" for case in SHARDED],
+)
+def test_values_split_along_the_sequence(
+    sizes: Sizes, schedule: str, microbatches: int, stages: int
+) -> None:
+    trained = sm.simulate(sum(ranks_of(sizes)))(train)(
+        sizes, schedule, microbatches, stages, sequence=True
+    )
+    check_equal(trained, one_process())
+
+
+def kinds_of_inputs() -> list[tuple[str, ...] | None]:
+    """Return for the inputs of this rank's stage the axes that split it, None if it is plain."""
+    pipe = make_pipe([{"dp": 1, "tp": 2}, {"dp": 1, "tp": 4}], 2, sequence=True, microbatches=2)
+    kinds: list[tuple[str, ...] | None] = []
+
+    def inspect(_: nn.Module, args: tuple[Any, ...]) -> None:
+        for x in args[0]:
+            kinds.append(tuple(x.spec.axes) if isinstance(x, sm.ShardedTensor) else None)
+
+    for stage in pipe.stages.values():
+        stage.register_forward_pre_hook(inspect)
+    pipe.forward(batch()[0])
+    return kinds
+
+
+def test_a_sharded_value_has_its_spec_on_the_next_mesh() -> None:
+    kinds = sm.simulate(6)(kinds_of_inputs)()
+    assert kinds == [[]] * 2 + [[("tp",)] * 2] * 4
+
+
+def tied_gradients_and_state() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return gradients of a step, and the state after that of another model was loaded."""
+    mesh = sm.init_device_mesh("cpu", (3,), axis_names=("pp",))
+    sizes = [{"dp": 1}, {"dp": 2}]
+    model = stateful_model.make_model()
+    pipe = pipeline(model, mesh, split=["blocks.1"], stage_meshes=sizes, microbatches=2)
+    pipe.fully_shard()
+    pipe.step(*stateful_model.batch(), loss_fn=F.cross_entropy)
+    grads = {name: whole(x.grad) for name, x in pipe.named_parameters()}
+    pipe.load_state_dict(stateful_model.make_model(seed=1).state_dict())
+    state = pipe.state_dict()
+    own = {name: x.full_tensor() for name, x in state.items() if x.mesh.coordinate is not None}
+    assert set(state) == set(model.state_dict())
+    return grads, own
+
+
+def test_tied_parameters_and_state_with_unequal_numbers_of_ranks() -> None:
+    model = stateful_model.make_model()
+    ids, targets = stateful_model.batch()
+    F.cross_entropy(model(ids), targets).backward()
+    loaded = stateful_model.make_model(seed=1).state_dict()
+    seen: set[str] = set()
+    for grads, state in sm.simulate(3)(tied_gradients_and_state)():
+        assert "embedding.weight" in grads
+        for name, grad in grads.items():
+            expected = model.get_parameter(name).grad
+            torch.testing.assert_close(grad, expected, rtol=0, atol=1e-12)
+        assert all(torch.equal(x, loaded[name]) for name, x in state.items())
+        seen |= set(state)
+    assert seen == set(loaded)
+
+
+@pytest.mark.slow
+def test_unequal_numbers_of_processes(world4: Any) -> None:
+    sizes = [{"dp": 1, "tp": 1}, {"dp": 1, "tp": 3}]
+    check_equal(world4(train, sizes, "1f1b", 2, 2, sequence=True), one_process())
 
 
 @pytest.mark.slow
@@ -100,8 +226,8 @@ def test_like_nccl() -> None:
         check_equal(sm.simulate(8)(train)(*CASES[0]), one_process())
 
 
-def norms_and_losses() -> tuple[float, float, int]:
-    pipe = make_pipe([{"tp": 2}, {"dp": 2}], 2, microbatches=4)
+def norms_and_losses(sizes: Sizes) -> tuple[float, float, int]:
+    pipe = make_pipe(sizes, 2, microbatches=4)
     ids, targets = batch()
     parts = list(ids.split([2, 4, 8, 2])), list(targets.split([2, 4, 8, 2]))
     loss = pipe.step(*parts, loss_fn=F.cross_entropy)
@@ -110,17 +236,22 @@ def norms_and_losses() -> tuple[float, float, int]:
     return loss.item(), float(norm), 0 if results is None else sum(len(x) for x in results)
 
 
-def test_uneven_microbatches_norm_and_results() -> None:
+@pytest.mark.parametrize(
+    ("sizes", "expected_rows"),
+    [([{"tp": 2}, {"dp": 2}], [0, 0, 8, 8]), ([{"dp": 1}, {"dp": 2, "tp": 2}], [0, 8, 8, 8, 8])],
+    ids=["equal", "unequal"],
+)
+def test_uneven_microbatches_norm_and_results(sizes: Sizes, expected_rows: list[int]) -> None:
     model = make_model()
     loss = F.cross_entropy(model(batch()[0]), batch()[1])
     loss.backward()
     norm = torch.nn.utils.get_total_norm([x.grad for x in model.parameters() if x.grad is not None])
     rows = []
-    for own_loss, own_norm, own_rows in sm.simulate(4)(norms_and_losses)():
+    for own_loss, own_norm, own_rows in sm.simulate(sum(ranks_of(sizes)))(norms_and_losses)(sizes):
         assert own_loss == pytest.approx(loss.item(), abs=1e-12)
         assert own_norm == pytest.approx(norm.item(), abs=1e-12)
         rows.append(own_rows)
-    assert rows == [0, 0, 8, 8]  # the rows of each data rank
+    assert rows == expected_rows  # those of each data rank
 
 
 # -- errors ----------------------------------------------------------------------------------------
@@ -142,6 +273,7 @@ def errors_of(call: Any, ranks: int = 4) -> list[str]:
     [
         ([{"dp": 2}], {}, "stage_meshes has 1 meshes, and axis 'pp' 2 ranks"),
         ([{"dp": 2}, {"dp": 4}], {}, "stage_meshes[1]={'dp': 4}: the sizes of axes"),
+        ([{"dp": 1}, {"dp": 3}], {}, "different numbers of ranks need a mesh with the pipeline's"),
         ([{"dp": 2}, {"pp": 2}], {}, "stage_meshes[1]={'pp': 2}"),
         ([{"dp": 2}, {"tp": 2}], {"data_axes": "fsdp"}, "no mesh of stage_meshes has an axis"),
     ],
@@ -154,6 +286,17 @@ def test_errors_of_sizes(sizes: Sizes, options: dict[str, Any], text: str) -> No
     texts = errors_of(make)
     assert len(set(texts)) == 1
     assert text in texts[0]
+
+
+def test_sizes_that_do_not_divide_the_ranks() -> None:
+    def make() -> None:
+        mesh = sm.init_device_mesh("cpu", (4,), axis_names=("pp",))
+        sizes = [{"dp": 2}, {"tp": 3}]
+        pipeline(make_model(), mesh, split=boundaries(2), stage_meshes=sizes)
+
+    texts = errors_of(make)
+    assert len(set(texts)) == 1
+    assert "have [2, 3] ranks, and" in texts[0]
 
 
 def test_rows_must_be_split_among_all_data_ranks() -> None:

@@ -1,0 +1,135 @@
+"""Elastic jobs on two hosts: the ranks that are left go on, to the bit as without faults, wherever
+they are and whatever host served the stores; of a cut network one side goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+
+from tests.forked import Ended, Forked
+from tests.multinode.hosts import INTERFACE, Host, NotPermitted, two_hosts
+from tests.sharding.elastic.faulty_ranks import STEPS, Fault, replay, train
+from tests.tiers import slow
+
+pytestmark = [pytest.mark.xdist_group("multinode"), pytest.mark.timeout(300)]
+
+RANKS = 4
+LIMIT_S = 120.0
+LOST_S = "6"
+_PROGRAMS = "tests.sharding.elastic.faulty_ranks"
+
+
+class Lab:
+    """Two hosts with two ranks each, of jobs without a launcher."""
+
+    def __init__(self, hosts: Sequence[Host], servers: Sequence[Forked]) -> None:
+        self.hosts, self.servers = hosts, servers
+        self._port = 29700
+
+    def run(self, form: str, faults: Sequence[Fault]) -> list[Ended]:
+        """Train as an elastic job; return how each rank has ended."""
+        self._port += 1
+        env: list[dict[str, str]] = [
+            {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank % 2),
+                "WORLD_SIZE": str(RANKS),
+                "LOCAL_WORLD_SIZE": "2",
+                "MASTER_ADDR": self.hosts[0].name,
+                "MASTER_PORT": str(self._port),
+                "GLOO_SOCKET_IFNAME": INTERFACE,
+                "SHARDMESH_HOST_LOST_S": LOST_S,
+            }
+            for rank in range(RANKS)
+        ]
+        args = [[form, list(map(list, faults))]] * 2
+
+        def run_on(node: int) -> list[Ended]:
+            server = self.servers[node]
+            own = env[2 * node : 2 * node + 2]
+            return server.run(train, args, own, server.new_folder(), limit_s=LIMIT_S)
+
+        with ThreadPoolExecutor() as pool:
+            return [one for ended in pool.map(run_on, (0, 1)) for one in ended]
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    with ExitStack() as stack:
+        try:
+            hosts = stack.enter_context(two_hosts())
+        except NotPermitted as error:
+            pytest.skip(f"two hosts cannot be created here: {error}")
+        servers = [stack.enter_context(Forked(_PROGRAMS, prefix=host.prefix)) for host in hosts]
+        yield Lab(hosts, servers)
+
+
+@pytest.fixture
+def two(lab: Lab) -> Iterator[Lab]:
+    yield lab
+    for host in lab.hosts:
+        host.connect()
+
+
+def check(ended: list[Ended], forked: Forked, form: str, lost: set[int]) -> None:
+    """Compare the ranks that are left with a run without faults on the same meshes, on one host."""
+    printed = "\n".join(f"--- rank {rank}\n{one.output}" for rank, one in enumerate(ended))
+    left = [rank for rank in range(RANKS) if rank not in lost]
+    for rank, one in enumerate(ended):
+        assert (one.status == 0) == (rank in left), printed
+    values = [ended[rank].value for rank in left]
+    schedule = [(0, list(range(RANKS))), *((event[0], event[2]) for event in values[0]["events"])]
+    expected = forked(replay, RANKS, form, schedule, limit_s=LIMIT_S)
+    for rank, value in zip(left, values, strict=True):
+        assert value["losses"] == expected[rank].value["losses"], printed
+        assert value["hashes"] == expected[rank].value["hashes"]
+    assert schedule[-1][1] == left
+    assert len(values[0]["losses"]) == STEPS
+
+
+@pytest.mark.parametrize(
+    ("form", "faults"),
+    [
+        ("ddp", [(3, 2, "backward", "kill")]),
+        slow("ddp", [(0, 2, "backward", "kill")]),
+        slow("ddp", [(2, 2, "data", "kill"), (3, 2, "data", "kill")]),
+        slow("ddp", [(0, 2, "forward", "kill"), (1, 2, "forward", "kill")]),
+        slow("hsdp", [(0, 2, "vote", "kill"), (1, 2, "vote", "kill")]),
+        slow("ddp", [(0, 2, "backward", "kill"), (2, 2, "agree", "kill")]),
+        slow("ddp", [(0, 2, "backward", "kill"), (3, 2, "regroup", "kill")]),
+        slow("ddp", [(3, 2, "backward", "kill"), (0, 2, "exchange", "kill")]),
+        slow("ddp", [(0, 1, "backward", "kill"), (1, 3, "write", "kill")]),
+    ],
+    ids=str,
+)
+def test_ranks_that_end(two: Lab, forked: Forked, form: str, faults: list[Fault]):
+    check(two.run(form, faults), forked, form, {fault[0] for fault in faults})
+
+
+@pytest.mark.slow
+def test_an_error_on_another_host_is_told(two: Lab, forked: Forked):
+    ended = two.run("tp", [(2, 3, "forward", "raise")])
+    check(ended, forked, "tp", set())
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_of_another_host_is_ended(two: Lab, forked: Forked):
+    ended = two.run("ddp", [(3, 2, "forward", "stop")])
+    check(ended, forked, "ddp", {3})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 2])
+def test_the_side_of_the_lowest_rank_goes_on_when_the_network_is_cut(
+    two: Lab, forked: Forked, rank: int
+):
+    ended = two.run("ddp", [(rank, 2, "backward", "cut")])
+    check(ended, forked, "ddp", {2, 3})
+    for one in ended[2:]:
+        assert "ranks 2, 3 cannot reach ranks 0, 1, and may be the ones that are cut off" in (
+            " ".join(one.output.split())
+        )
