@@ -190,7 +190,7 @@ def launch(
             start_again = partial(_start, ranks, shared=shared | {_JOINS: "1"}, payload=payload)
             _wait(ranks, timeout, elastic, restarts, start_again)
             if not elastic or signals or all(r.failure for r in ranks):
-                _raise_first_failure(ranks, signals)
+                _raise_first_failure(ranks, signals, elastic)
             return [None if r.failure else pickle.loads(r.result) for r in ranks]
         except (KeyboardInterrupt, SystemExit):  # nothing to find out afterwards
             _end(ranks)
@@ -479,7 +479,9 @@ def _forwarding_signals(ranks: Sequence[_LocalRank]) -> Iterator[list[int]]:
             signal.signal(number, signal.SIG_DFL)
 
 
-def _raise_first_failure(ranks: Sequence[_LocalRank], signals: Sequence[int]) -> None:
+def _raise_first_failure(
+    ranks: Sequence[_LocalRank], signals: Sequence[int], elastic: bool
+) -> None:
     """Raise the LaunchError of the rank that failed first, if any has.
 
     Raises:
@@ -490,6 +492,8 @@ def _raise_first_failure(ranks: Sequence[_LocalRank], signals: Sequence[int]) ->
         return
     # ranks that died come first: they cause their peers' errors
     failed.sort(key=lambda f: (f[1].exitcode is None, f[1].when))
+    if signals and elastic:  # ranks that were lost before are no failure of the job
+        failed.sort(key=lambda f: not f[1].is_of(signals[0]))
     (rank, failure), *others = failed
     if signals and failure.is_of(signals[0]):
         name = signal.Signals(signals[0]).name

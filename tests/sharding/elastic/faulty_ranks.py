@@ -60,12 +60,12 @@ class Faults:
             os.kill(os.getpid(), signal.SIGSTOP)
         elif kind == "exit":
             os._exit(3)
-        elif kind == "cut":  # this host from others
-            subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
         elif kind == "term":
             os.kill(os.getpid(), signal.SIGTERM)
         elif kind == "await":
             await_a_process_that_joins()
+        elif kind == "cut":  # this host from others
+            subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
         elif kind == "raise":
             raise ArithmeticError(f"a bad batch in step {self.step}")
 
