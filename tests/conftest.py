@@ -52,6 +52,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=["nccl", "nccl-waits"],
         help="let simulated ranks behave like NCCL's: mesh/simulated/nccl_world.py",
     )
+    parser.addoption(
+        "--faults",
+        type=int,
+        default=20,
+        help="how many jobs with random faults tests/sharding/elastic/test_soak.py runs",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -43,11 +43,12 @@ def check_against_replay(ended: list[Ended], forked: Forked, form: str, dead: se
     """Compare the ranks that are left with a run without faults on the same meshes."""
     for rank, one in enumerate(ended):
         assert (one.status == 0) == (rank not in dead), one.output
-    left = [rank for rank in range(RANKS) if rank not in dead]
+    size = len(ended)
+    left = [rank for rank in range(size) if rank not in dead]
     values = [ended[rank].value for rank in left]
-    schedule: list[tuple[int, Any]] = [(0, list(range(RANKS)))]
+    schedule: list[tuple[int, Any]] = [(0, list(range(size)))]
     schedule += [(step, ranks) for step, _, ranks, _ in values[0]["events"]]
-    expected = forked(replay, RANKS, form, schedule, limit_s=LIMIT_S)
+    expected = forked(replay, size, form, schedule, limit_s=LIMIT_S)
     for rank, value in zip(left, values, strict=True):
         assert [event[:3] for event in value["events"]] == [
             event[:3] for event in values[0]["events"]
