@@ -63,9 +63,9 @@ def runs(f: Any) -> int:
     """Return how many calls of a jitted function ran a graph."""
     entries = [
         entry
-        for by_key in getattr(f, "_entries", {}).values()
-        for found in by_key.values()
-        for entry in found
+        for state in getattr(f, "_states", {}).values()
+        for recordings in state.entries.values()
+        for entry in recordings
     ]
     return sum(entry.calls for entry in entries)
 
