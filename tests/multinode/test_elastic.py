@@ -30,7 +30,7 @@ class Lab:
         self.hosts, self.servers = hosts, servers
         self._port = 29700
 
-    def run(self, form: str, faults: Sequence[Fault]) -> list[Ended]:
+    def run(self, form: str, faults: Sequence[Fault], **more: str) -> list[Ended]:
         """Train as an elastic job; return how each rank has ended."""
         self._port += 1
         env: list[dict[str, str]] = [
@@ -43,6 +43,7 @@ class Lab:
                 "MASTER_PORT": str(self._port),
                 "GLOO_SOCKET_IFNAME": INTERFACE,
                 "SHARDMESH_HOST_LOST_S": LOST_S,
+                **more,
             }
             for rank in range(RANKS)
         ]
@@ -118,7 +119,7 @@ def test_an_error_on_another_host_is_told(two: Lab, forked: Forked):
 
 @pytest.mark.slow
 def test_a_stopped_rank_of_another_host_is_ended(two: Lab, forked: Forked):
-    ended = two.run("ddp", [(3, 2, "forward", "stop")])
+    ended = two.run("ddp", [(3, 2, "forward", "stop")], SHARDMESH_STALL_TIMEOUT_S="10")
     check(ended, forked, "ddp", {3})
 
 
