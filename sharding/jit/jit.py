@@ -251,7 +251,7 @@ class JitFunction:
             by_arguments = self._peers[world] = {}
         where = tuple(
             [
-                x._layout.mesh if isinstance(x, ShardedTensor) else weakref.ref(x)
+                weakref.ref(x._layout.mesh if isinstance(x, ShardedTensor) else x)
                 for x in leaves
                 if isinstance(x, (ShardedTensor, nn.Module))
             ]
