@@ -62,7 +62,7 @@ _log = logging.getLogger(__name__)
 Build = Callable[[DeviceMesh], Any]
 MakeMesh = Callable[[int], DeviceMesh]
 _SHOWN = 8  # parts in an error
-_LEFT = 128 + signal.SIGTERM  # the exit status of a rank that was told to go
+_ENDED = 128 + signal.SIGTERM  # the exit status if all ranks were told to go
 _COMMUNICATING = (MatrixOptimizer, torch.optim.LBFGS)  # in their step, or in its closure
 
 
@@ -383,7 +383,8 @@ class ElasticJob:
                 the same reason, or one that writes parameters without a vote. On every rank.
             StateLostError: the ranks that are lost held what no other one has. On every rank.
             RuntimeError: the block communicates while its optimizer writes; this rank has left.
-            SystemExit: this rank was told to go by SIGTERM, and has left after the step: 143.
+            SystemExit: this rank was told to go by SIGTERM, and has left after the step, with code
+                0 if the others go on; 143 if all ranks were.
 
         Communication: an all_reduce of 4 bytes over all ranks, the vote; a barrier if the
             optimizers communicate. With redundancy that of `Redundancy.refresh`.
@@ -502,7 +503,7 @@ class ElasticJob:
 
         The others get what only it holds, and go on without it; no step is taken again. Then
         `has_left` is set, and the loop ends: `while not job.has_left and ...`. SIGTERM does the
-        same, and raises SystemExit(143) after that step. If fewer than `min_ranks` would be left, a
+        same, and raises SystemExit after that step. If fewer than `min_ranks` would be left, a
         checkpoint is saved, if there is a folder for it, and the job ends.
 
         Communication: none.
@@ -549,7 +550,7 @@ class ElasticJob:
         self._interrupted_at = time.monotonic()
         members.pause(change)
         if self.rank in change.leaving:
-            self._depart()
+            self._depart(is_last=set(change.leaving) >= set(members.member.members))
             return
         error: Exception | None = None
         try:
@@ -561,13 +562,16 @@ class ElasticJob:
         if change.leaving and error is None:
             self._joining = joining
 
-    def _depart(self) -> None:
-        """End this rank's part in the job, after it has handed over what only it held."""
+    def _depart(self, is_last: bool) -> None:
+        """End this rank's part in the job, after it has handed over what only it held.
+
+        If the others go on, nothing has failed: torchrun, for one, would end them all.
+        """
         self.has_left = self.is_finished = True
         self._members.leave()
         self.close()
         if not self._is_told_to_go:
-            raise SystemExit(_LEFT)
+            raise SystemExit(_ENDED if is_last else 0)
 
     # -- a failure ---------------------------------------------------------------------------------
 

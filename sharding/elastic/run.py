@@ -54,7 +54,7 @@ def run(
     agree on who is left, make process groups and mesh anew without restarting their processes, take
     over the last committed version of the state from each other, and go on (docs/elastic.md). A
     step that raises is taken again once. A rank that SIGTERM tells to go hands over what only it
-    holds at the end of its step, and raises SystemExit(143). Processes that join the job become
+    holds at the end of its step, and raises SystemExit. Processes that join the job become
     ranks at the end of a step: `sm.launch(..., elastic=True, restarts=1)` starts them.
 
     Args:
