@@ -239,13 +239,13 @@ def _size_of(name: str) -> Any:
     return {"all_reduce": in_place, "broadcast": in_place}.get(name) or locals()[name]
 
 
-def _completed(start: Any) -> Any:
+def _run_and_wait(start: Any) -> Any:
     return lambda *args: start(*args[:-2], group_of(args[-2]), site_of(args[-1]), now=True).wait()
 
 
 for _name, _schema in _SCHEMAS.items():
     _library.define(_name + _schema)
-    _library.impl(_name, _completed(STARTS[_name]), "CompositeExplicitAutograd")
+    _library.impl(_name, _run_and_wait(STARTS[_name]), "CompositeExplicitAutograd")
     torch.library.register_fake(f"shardmesh::{_name}", _size_of(_name), lib=_library)
 
 _library.define("wait(Tensor started) -> Tensor")

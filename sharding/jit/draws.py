@@ -150,7 +150,7 @@ class TorchGenerators:
                 place = self._places.get((device, state))
                 if place is None:
                     return False
-                graph.call_function(restore_state, (device, place.saved(graph, device)))
+                graph.call_function(restore_state, (device, place.node_that_saves(graph, device)))
         self._note(graph, states)
         return True
 
@@ -172,7 +172,7 @@ class _Place:
         self._node = node
         self._saved: fx.Node | None = None
 
-    def saved(self, graph: fx.Graph, device: str) -> fx.Node:
+    def node_that_saves(self, graph: fx.Graph, device: str) -> fx.Node:
         """Return the node that saves the state there."""
         if self._saved is None:
             with graph.inserting_after(self._node):

@@ -67,11 +67,11 @@ class Entry:
         self.runner: Runner | None = None
         self.guard, self._signatures, self._checks_state = guard, signatures, check_state
         self._overlap = self._overlaps(leaves)
-        self._kept = [x for x, _ in recording.kept]
-        self._addresses = [address for _, address in recording.kept]
-        self._same_tensors = _tensor_guards(self._kept)
-        self._facts = [facts_of(x) for x in self._kept]
-        guard.leave_out(self._kept)
+        self._by_reference = [x for x, _ in recording.by_reference]
+        self._addresses = [address for _, address in recording.by_reference]
+        self._same_tensors = _tensor_guards(self._by_reference)
+        self._facts = [facts_of(x) for x in self._by_reference]
+        guard.leave_out(self._by_reference)
         self._written = written_inputs(recording.program.graph)
         self._gate: list[Tensor] | None = None
         self._fixed = empty_slots(recording.slots, signatures)
@@ -110,8 +110,8 @@ class Entry:
             return changed_gradient(
                 slots, self._signatures, [signature(slot.get(leaves)) for slot in slots]
             )
-        addresses = list(map(Tensor.data_ptr, self._kept))
-        is_same = self._same_tensors(*self._kept) and addresses == self._addresses
+        addresses = list(map(Tensor.data_ptr, self._by_reference))
+        is_same = self._same_tensors(*self._by_reference) and addresses == self._addresses
         # None if only a dispatch mode is active that was not.
         if not is_same and (change := self._changed_tensor()) is not None:
             return change
@@ -123,7 +123,7 @@ class Entry:
 
     def _changed_tensor(self) -> str | None:
         """Return which tensor that is taken by reference has changed, None if none has."""
-        for x, facts, address in zip(self._kept, self._facts, self._addresses, strict=True):
+        for x, facts, address in zip(self._by_reference, self._facts, self._addresses, strict=True):
             if facts_of(x) != facts or x.data_ptr() != address:
                 name = self.guard.names.get(id(x), "a tensor of the library")
                 return changed_tensor(name, facts, x)
@@ -140,7 +140,7 @@ class Entry:
         Those that are no arguments are behind one tensor, which is made once.
         """
         if self._gate is None:
-            needed = [x for x in self._kept if x.requires_grad and x.is_leaf]
+            needed = [x for x in self._by_reference if x.requires_grad and x.is_leaf]
             self._gate = [seal(needed[0], *needed[1:])] if needed else []
         return [*self._gate, *(x for x in local_parts(leaves) if x.requires_grad)]
 
@@ -155,7 +155,7 @@ class Entry:
         recording = self.recording
         outputs = self._outputs([*leaves, *carried] if carried else leaves, world, backend)
         for slot, number, layout, lineage in recording.effects:
-            gradient = None if number is None else _wrapped(outputs[number], layout, lineage)
+            gradient = None if number is None else _as_result(outputs[number], layout, lineage)
             setattr(slot.owner(leaves), slot.name, gradient)
         results = []
         for result in recording.results:
@@ -259,8 +259,8 @@ def _tensor_guards(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 def value_of(result: Result, outputs: Sequence[Any], leaves: Sequence[Any]) -> Any:
     """Return a leaf of the result of a call whose program has returned these outputs."""
     number, layout, lineage, _, same = result
-    return same(leaves) if number is None else _wrapped(outputs[number], layout, lineage)  # type: ignore[misc]
+    return same(leaves) if number is None else _as_result(outputs[number], layout, lineage)  # type: ignore[misc]
 
 
-def _wrapped(x: Any, layout: Any, lineage: int) -> Any:
+def _as_result(x: Any, layout: Any, lineage: int) -> Any:
     return x if layout is None else ShardedTensor._make_guarded(x, layout, lineage)

@@ -41,7 +41,7 @@ class Hyperparameter(NamedTuple):
         """Return its value, or that of one number of a tuple."""
         return self.holder[self.key] if i is None else self.holder[self.key][i]
 
-    def traced(self, builder: GraphBuilder) -> Any:
+    def inputs_of(self, builder: GraphBuilder) -> Any:
         """Return inputs of the recording in place of its value."""
         value = self.holder[self.key]
         if isinstance(value, tuple):
@@ -75,11 +75,11 @@ class Hyperparameters:
 
 
 @contextmanager
-def traced(builder: GraphBuilder, hyperparameters: list[Hyperparameter]) -> Iterator[None]:
+def tracing(builder: GraphBuilder, hyperparameters: list[Hyperparameter]) -> Iterator[None]:
     """Inside, hyperparameters are inputs of the graph, which must not set them."""
     before = []
     for one in hyperparameters:
-        number = one.traced(builder)
+        number = one.inputs_of(builder)
         before.append((one, one.holder[one.key], number))
         one.holder[one.key] = number
     was_set = []

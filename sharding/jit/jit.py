@@ -132,7 +132,7 @@ class JitFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         keep_compiler_out()
         if self._in is not None:
-            args = _placed(f"{self!r}: in_shardings", args, self._in)
+            args = _place(f"{self!r}: in_shardings", args, self._in)
         leaves, tree = self._flatten(args, kwargs)
         world = current_world()
         parts_of_leaves = local_parts(leaves)
@@ -158,7 +158,7 @@ class JitFunction:
         peers = entries.peers
         if peers is None:
             peers = entries.peers = state.peers_of(leaves)
-        need, selected, is_mixed = self._selected(leaves, entries, peers, world)
+        need, selected, is_mixed = self._select(leaves, entries, peers, world)
         parts = state.parts
         if is_mixed:
             result = self._run_mixed(leaves, tree, peers, world)
@@ -241,12 +241,12 @@ class JitFunction:
         return pytree.tree_flatten((args, kwargs), is_leaf=lambda x: type(x) is Static)
 
     def _call(self, tree: Any, leaves: Sequence[Any]) -> Any:
-        args, kwargs = _unflattened(tree, leaves)
-        return self._placed_result(*args, **kwargs)
+        args, kwargs = _unflatten_arguments(tree, leaves)
+        return self._call_and_place(*args, **kwargs)
 
     def _arguments(self, tree: Any, leaves: Sequence[Any]) -> dict[str, Any]:
         """Return the arguments of a call by the names of the function's parameters."""
-        args, kwargs = _unflattened(tree, leaves)
+        args, kwargs = _unflatten_arguments(tree, leaves)
         try:
             signature = inspect.signature(self._f, follow_wrapped=False)
             bound = signature.bind(*args, **kwargs)
@@ -255,13 +255,13 @@ class JitFunction:
         bound.apply_defaults()
         return bound.arguments
 
-    def _placed_result(self, *args: Any, **kwargs: Any) -> Any:
+    def _call_and_place(self, *args: Any, **kwargs: Any) -> Any:
         result = self._f(*args, **kwargs)
         if self._out is None:
             return result
-        return _placed(f"{self!r}: out_shardings", result, self._out)
+        return _place(f"{self!r}: out_shardings", result, self._out)
 
-    def _selected(
+    def _select(
         self, leaves: Sequence[Any], entries: Recordings, peers: Peers, world: World
     ) -> tuple[int, Selected, bool]:
         """Return what all ranks do, the recording of this one, and whether the call is mixed.
@@ -455,7 +455,7 @@ class JitFunction:
             return
         if key not in state.outside:
             state.outside[key] = JoinedFunction(
-                self._placed_result,
+                self._call_and_place,
                 snapshot.modules,
                 lambda: self.backend,
                 self._name,
@@ -664,7 +664,7 @@ def _noting_backward(x: Any, call: Callable[[], None]) -> Any:
 # -- signatures ------------------------------------------------------------------------------------
 
 
-def _unflattened(tree: Any, leaves: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+def _unflatten_arguments(tree: Any, leaves: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
     """Return the positional and the keyword arguments of a call."""
     return unflatten(tree, [x.value if type(x) is Static else x for x in leaves])
 
@@ -730,7 +730,7 @@ def _is_sharding(x: Any) -> bool:
 _SHARDINGS = PrefixKind(_is_sharding, "a NamedSharding or None", is_partial=True)
 
 
-def _placed(name: str, tree: Any, shardings: Any) -> Any:
+def _place(name: str, tree: Any, shardings: Any) -> Any:
     """Return a tree with its tensors laid out as a prefix of shardings says.
 
     None in the prefix leaves a subtree as it is.

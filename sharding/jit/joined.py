@@ -179,7 +179,7 @@ class JoinedFunction:
 
         saved = _SavedTensors(recorder)
         try:
-            with _swapped(self._state(), stand_ins[count:]), saved.noting():
+            with _swap_values(self._state(), stand_ins[count:]), saved.noting():
                 result = run_recorded(call, stand_ins, snapshot, [], recorder)
         except RuntimeError as error:
             if not str(error).startswith(_WRITES_TO_LEAF):
@@ -530,7 +530,7 @@ class JoinedEntry(Entry):
         count = len(outputs) - len(self._origins_of_gradients)
         gradients = outputs[:count]
         for (i, kind), x in zip(self._origins_of_gradients, outputs[count:], strict=True):
-            gradients[i] = kind.noted(gradients[i], x)
+            gradients[i] = kind.with_origin(gradients[i], x)
         return gradients
 
 
@@ -567,7 +567,7 @@ class _OriginKind(NamedTuple):
             return noted[1].tensor
         return _dense_like(redistribute_linear(g, self.layout, self.of_origin), self.kind)
 
-    def noted(self, g: Tensor, x: Tensor) -> Tensor:
+    def with_origin(self, g: Tensor, x: Tensor) -> Tensor:
         """Return a gradient whose origin is this tensor."""
         return note_origin(g, self.layout, Origin(x, self.of_origin, self.grad_layout))
 
@@ -646,7 +646,9 @@ def _stand_in(x: Tensor) -> Tensor:
 
 
 @contextmanager
-def _swapped(places: Sequence[tuple[dict[str, Any], str]], values: Sequence[Any]) -> Iterator[None]:
+def _swap_values(
+    places: Sequence[tuple[dict[str, Any], str]], values: Sequence[Any]
+) -> Iterator[None]:
     """Hold other values in these places of modules in the block; what the block has set stays."""
     before = [holder[name] for holder, name in places]
     for (holder, name), value in zip(places, values, strict=True):

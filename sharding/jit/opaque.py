@@ -447,7 +447,7 @@ def record_opaque(
         numbers = [i for i, needs in enumerate(needs_grad) if needs]
         views = [_InputView.find(x, inputs, numbers) for x in saved.tensors if x is not None]
         opaque.passed = frozenset(view.number for view in views if view is not None)
-        is_own = [x is not None and storage_of(x) in watch.made for x in saved.tensors]
+        is_own = [x is not None and storage_of(x) in watch.allocated for x in saved.tensors]
         call = call._replace(views=views, token=is_own.index(True) if any(is_own) else None)
         if call.token is not None:
             builder.know(saved.tensors[call.token], saved_node)  # type: ignore[arg-type]
@@ -467,14 +467,14 @@ class _Watch(TorchDispatchMode):
 
     Attributes:
         problem: what it is.
-        made: the memory that the function has allocated.
+        allocated: the memory that the function has allocated.
     """
 
     def __init__(self, recorder: Recorder, inputs: Sequence[Tensor]) -> None:
         super().__init__()
         self._recorder = recorder
         self._inside = {storage_of(x) for x in inputs}
-        self.made: set[int] = set()
+        self.allocated: set[int] = set()
         self.problem: str | None = None
 
     def __torch_dispatch__(
@@ -488,7 +488,7 @@ class _Watch(TorchDispatchMode):
         result = func(*args, **kwargs)
         results = {storage_of(x) for x in pytree.tree_leaves(result) if isinstance(x, Tensor)}
         self._inside |= results
-        self.made |= results.difference(storage_of(x) for x in values if isinstance(x, Tensor))
+        self.allocated |= results.difference(storage_of(x) for x in values if isinstance(x, Tensor))
         return result
 
     def _problem(self, func: Any, operands: Sequence[Any]) -> str | None:
@@ -609,7 +609,7 @@ def _inputs_of_saved(call: _RecordedCall, saved: Sequence[Tensor]) -> list[Tenso
         if view is not None and inputs[view.number] is None:
             inputs[view.number] = view.whole(x)
             if inputs[view.number] is None:
-                call.recorder.refuse(*_copied(call.function.name))
+                call.recorder.refuse(*_problem_of_copies(call.function.name))
     return inputs
 
 
@@ -620,11 +620,11 @@ def _node_of_saved(call: _RecordedCall, saved: Sequence[Tensor]) -> fx.Node:
     node = call.recorder.builder.node_of(saved[call.token])
     if node is not None and node.meta.get("type") == "saved":
         return node
-    call.recorder.refuse(*_copied(call.function.name))
+    call.recorder.refuse(*_problem_of_copies(call.function.name))
     return call.node
 
 
-def _copied(name: str) -> tuple[str, str]:
+def _problem_of_copies(name: str) -> tuple[str, str]:
     """Return the problem of a hook that copies what is saved, and what to do."""
     return (
         f"a hook for saved tensors copies what {name} saves, and in a graph that is one operator",

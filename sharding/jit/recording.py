@@ -26,7 +26,7 @@ from .draws import Position
 from .errors import Break, JitError
 from .graph_builder import Captured
 from .history import with_known_numbers
-from .hyperparameters import Hyperparameter, traced
+from .hyperparameters import Hyperparameter, tracing
 from .passes.dead_code import clean
 from .program import Program
 from .recorder import GraphRecorder
@@ -77,7 +77,7 @@ class Recording(NamedTuple):
     Attributes:
         slots: the slots of all leaves.
         effects, results, tree: what to do with the outputs.
-        kept: tensors by reference and where their memory is.
+        by_reference: tensors by reference and where their memory is.
         derived: whether one of these is a cache of the library, such as gathered parameters, which
             was made from others.
         conditions: what must hold of hyperparameters.
@@ -90,7 +90,7 @@ class Recording(NamedTuple):
     effects: list[Effect]
     results: list[Result]
     tree: Any
-    kept: list[tuple[Tensor, int]]
+    by_reference: list[tuple[Tensor, int]]
     derived: bool
     conditions: list[Condition]
     is_open: bool = False
@@ -133,18 +133,18 @@ def record(
         result = with_known_numbers(result)
     if builder.refusal is not None:
         settle(snapshot)
-        result = _mapped(_known, result)
+        result = _map_leaves(_known, result)
         return result, Break(builder.refusal), signatures
     last = _Finish(recorder, leaves, snapshot, slots, before)
     is_open = not (recorder.ran_backward or abstract) and any(
         isinstance(x, Tensor) and not x.is_leaf for x in flat
     )
-    shown = _mapped(_known if is_open else _shown, result)
+    shown = _map_leaves(_known if is_open else _shown, result)
     change = None
     if first and recorder.exchanges:
         change = "the ranks exchanged what they know once"
     elif not abstract:
-        change = snapshot.change({one.place for one in hyperparameters}) or last.moved()
+        change = snapshot.change({one.place for one in hyperparameters}) or last.describe_moved()
     if change is None and needs_grad != [x.requires_grad for x in tensors]:
         change = "requires_grad of a tensor has changed"
     if change is not None:
@@ -180,7 +180,7 @@ def run_recorded(
     torch.clear_autocast_cache()  # casts of weights before, which later calls make anew
     try:
         with (
-            traced(builder, hyperparameters),
+            tracing(builder, hyperparameters),
             # Backward runs in this thread on every device: others would not know the recorder.
             torch.autograd.set_multithreading_enabled(False),
             recorder,
@@ -212,17 +212,17 @@ def settle(snapshot: Snapshot) -> None:
         if isinstance(stored, (dict, list)):
             pairs = stored.items() if isinstance(stored, dict) else enumerate(stored)
             for key, value in list(pairs):
-                settled = _settled(value)
+                settled = _settle_value(value)
                 if settled is not value:
                     stored[key] = settled
 
 
-def _settled(value: Any) -> Any:
+def _settle_value(value: Any) -> Any:
     """Return a value with numbers in place of traced ones."""
     if isinstance(value, TracedFloat):
         return value.node.hint
     if type(value) is tuple and any(isinstance(x, (TracedFloat, tuple)) for x in value):
-        parts = tuple(map(_settled, value))
+        parts = tuple(map(_settle_value, value))
         return value if all(map(operator.is_, parts, value)) else parts
     return value
 
@@ -277,10 +277,10 @@ def _shown(x: Any) -> Any:
 
 def without_history(result: Any) -> Any:
     """Return the result of a call that is not recorded as others return it."""
-    return _mapped(_shown, result)
+    return _map_leaves(_shown, result)
 
 
-def _mapped(f: Callable[[Any], Any], result: Any) -> Any:
+def _map_leaves(f: Callable[[Any], Any], result: Any) -> Any:
     flat, tree = flatten(result)
     return unflatten(tree, list(map(f, flat)))
 
@@ -358,7 +358,7 @@ class _Finish:
         self.recorder, self.leaves, self.snapshot = recorder, leaves, snapshot
         self.slots, self.before = slots, before
         self.outputs: list[fx.Node] = []
-        self.kept: list[tuple[Tensor, int]] = []
+        self.by_reference: list[tuple[Tensor, int]] = []
         self.derived = False
         self._sources: dict[int, tuple[str, Callable[[Leaves], Any]]] = {}
         for slot, value in zip(slots, before, strict=True):
@@ -375,7 +375,7 @@ class _Finish:
             id(x): path for x, path in snapshot.tensors
         }
 
-    def moved(self) -> str | None:
+    def describe_moved(self) -> str | None:
         """Return which captured tensor has other memory than when it was first used.
 
         The result is None if none has.
@@ -414,7 +414,7 @@ class _Finish:
             effects,
             results,
             tree,
-            self.kept,
+            self.by_reference,
             self.derived,
             recorder.builder.conditions,
         )
@@ -483,7 +483,7 @@ class _Finish:
             )
         if id(x) in self._sources:
             return self._sources[id(x)]
-        self.kept.append((x, x.data_ptr()))
+        self.by_reference.append((x, x.data_ptr()))
         is_own = id(x) in self._paths or x.untyped_storage()._cdata in self._storages
         if x.is_floating_point() and not is_own:
             self.derived = True

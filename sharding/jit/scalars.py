@@ -122,11 +122,11 @@ class _ScalarNode:
         The recording looks for it among the arguments.
         """
         if not file.endswith(_ARGUMENTS):
-            return self.fixed("float()")
+            return self.fix("float()")
         self.builder.passed_as_double.append(self)
         return self.hint
 
-    def fixed(self, what: str) -> float:
+    def fix(self, what: str) -> float:
         """Return the value, which is a constant of the graph from now on.
 
         It is an error for learning rates, which change in every call.
@@ -180,10 +180,10 @@ class TracedFloat(torch.SymFloat):
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return float, (self.node.fixed("pickling"),)
+        return float, (self.node.fix("pickling"),)
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
-        return np.asarray(self.node.fixed("NumPy"), dtype)
+        return np.asarray(self.node.fix("NumPy"), dtype)
 
     def __divmod__(self, other: Any) -> Any:
         return self // other, self % other
@@ -196,14 +196,12 @@ def _read(name: str) -> Callable[..., Any]:
     function = getattr(float, name)
 
     def read(self: TracedFloat, *args: Any) -> Any:
-        return function(
-            self.node.fixed(f"{name} of a number that changes from call to call"), *args
-        )
+        return function(self.node.fix(f"{name} of a number that changes from call to call"), *args)
 
     return read
 
 
-def _compared(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _comparison(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """A comparison: a condition if all numbers are known before a call."""
 
     def compare(self: TracedFloat, *others: Any) -> Any:
@@ -231,7 +229,7 @@ def _now(x: Any) -> Any:
     return x.node.now if isinstance(x, TracedFloat) else x
 
 
-def _recorded(function: Callable[..., Any], swapped: bool = False) -> Callable[..., Any]:
+def _operation(function: Callable[..., Any], swapped: bool = False) -> Callable[..., Any]:
     def call(self: TracedFloat, *others: Any) -> Any:
         if any(not isinstance(x, (int, float, TracedFloat)) for x in others):
             return NotImplemented
@@ -249,13 +247,13 @@ def _recorded(function: Callable[..., Any], swapped: bool = False) -> Callable[.
 
 
 for _name in ("add", "sub", "mul", "truediv", "pow", "mod", "floordiv"):
-    setattr(TracedFloat, f"__{_name}__", _recorded(getattr(operator, _name)))
-    setattr(TracedFloat, f"__r{_name}__", _recorded(getattr(operator, _name), swapped=True))
+    setattr(TracedFloat, f"__{_name}__", _operation(getattr(operator, _name)))
+    setattr(TracedFloat, f"__r{_name}__", _operation(getattr(operator, _name), swapped=True))
 for _name in ("neg", "pos", "abs"):
-    setattr(TracedFloat, f"__{_name}__", _recorded(getattr(operator, _name)))
+    setattr(TracedFloat, f"__{_name}__", _operation(getattr(operator, _name)))
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
-    setattr(TracedFloat, f"__{_name}__", _compared(f"__{_name}__", getattr(operator, _name)))
-setattr(TracedFloat, "__bool__", _compared("__bool__", operator.truth))  # noqa: B010
+    setattr(TracedFloat, f"__{_name}__", _comparison(f"__{_name}__", getattr(operator, _name)))
+setattr(TracedFloat, "__bool__", _comparison("__bool__", operator.truth))  # noqa: B010
 for _name in ("float", "int", "repr", "str", "format", "round", "trunc", "floor", "ceil", "hash"):
     setattr(TracedFloat, f"__{_name}__", _read(f"__{_name}__"))
 for _name in ("is_integer", "as_integer_ratio", "hex", "conjugate"):

@@ -89,7 +89,7 @@ class Durations:
         """Return the seconds of a collective."""
         topology, nodes = self._place(start)
         name = OPERATORS[start.target]  # type: ignore[index]
-        received = self._graph.received(start)
+        received = self._graph.bytes_received(start)
         own = max(nodes.values())
         factor = topology.factor({"permute": "all_to_all"}.get(name, name))
         if len(nodes) == 1:

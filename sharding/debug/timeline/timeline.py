@@ -262,7 +262,7 @@ def _events(
 def _collective(graph: StepGraph, node: fx.Node, start: float, seconds: float) -> TimelineEvent:
     site = site_of(node.args[-1])  # type: ignore[arg-type]
     details = {
-        "bytes_received": graph.received(node),
+        "bytes_received": graph.bytes_received(node),
         "ranks": str(node.args[-2]),
         "line": site.place,
         "call": site.name,

@@ -117,7 +117,7 @@ class StepGraph:
                 target = (
                     str(node.target).removeprefix("aten.")
                     if isinstance(node.target, torch._ops.OpOverload)
-                    else _called(node.target)
+                    else _name_of(node.target)
                 )
                 operands = ", ".join(
                     [
@@ -133,11 +133,11 @@ class StepGraph:
         site = site_of(node.args[-1])  # type: ignore[arg-type]
         tag = "" if site.tag is None else f"; {site.tag.text}"
         return (
-            f"    # over {self.axes[node]}, receives {self.received(node):,} bytes{tag}; "
+            f"    # over {self.axes[node]}, receives {self.bytes_received(node):,} bytes{tag}; "
             f"{site.place}"
         )
 
-    def received(self, node: fx.Node) -> int:
+    def bytes_received(self, node: fx.Node) -> int:
         """Return the bytes that a collective receives, as `CollectiveRecord` counts them."""
         x, n = node.args[0], self._size[node]
         size = bytes_of(x)  # type: ignore[arg-type]
@@ -159,7 +159,7 @@ class StepGraph:
         received: dict[str, int] = {}
         launches: dict[str, int] = {}
         for node, axes in self.axes.items():
-            received[axes] = received.get(axes, 0) + self.received(node)
+            received[axes] = received.get(axes, 0) + self.bytes_received(node)
             launches[axes] = launches.get(axes, 0) + 1
         nodes = [
             node for node in self.graph.nodes if isinstance(node.target, torch._ops.OpOverload)
@@ -234,5 +234,5 @@ def _text(x: Any) -> str:
     return str(x).removeprefix("torch.")
 
 
-def _called(target: Any) -> str:
+def _name_of(target: Any) -> str:
     return repr(target) if not hasattr(target, "__qualname__") else target.__name__

@@ -64,7 +64,7 @@ def _walk(graph: fx.Graph, limit: int, peak: int, done: set[fx.Node]) -> int:
     buckets = sorted(_buckets(places, limit, peak, done), key=lambda bucket: bucket[0])
     fixed = fixed_memory(graph, places.use)
     needed = [
-        {x for node in starts for x in places.needed(node, place)} - set(starts)
+        {x for node in starts for x in places.nodes_for(node, place)} - set(starts)
         for place, starts in buckets
     ]
     anchors = []
@@ -161,7 +161,7 @@ class _PackedMemory:
         """
         first, more = self._more(starts)
         place = _place(self.places, starts)
-        for x in {x for node in starts for x in self.places.needed(node, place)} - set(starts):
+        for x in {x for node in starts for x in self.places.nodes_for(node, place)} - set(starts):
             if not is_view(x):
                 more[place + 1 - first : self.places.at[x] + 1 - first] += nbytes(x)
         if (self._live[first : first + len(more)] + more > self._peak).any():

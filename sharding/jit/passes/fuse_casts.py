@@ -159,7 +159,7 @@ def apply_before_moving(graph: fx.Graph, move: Movement) -> int:
     touched: set[int] = set()
     for start in [node for node in move.nodes if node.target in OPERATORS]:
         own = move.own(start)
-        for first in move.derived(start):
+        for first in move.classes_derived_from(start):
             if first == own and not is_moving(start):
                 continue  # a sum
             region = _region(move, first)
@@ -265,7 +265,7 @@ def _apply_at_inputs(graph: fx.Graph, move: Movement, region: Region, is_cast: b
     for node, source in region.inputs:
         if not is_cast:
             with graph.inserting_before(node):
-                node.replace_input_with(source, _applied(graph, function, source))
+                node.replace_input_with(source, _apply_to(graph, function, source))
         elif node.target is aten.clone.default:
             _cast_instead(node, dtype)
         elif node.target is not aten.copy_.default:  # which casts itself
@@ -343,7 +343,7 @@ def apply_after_slicing(graph: fx.Graph, move: Movement) -> int:
         if nbytes(x) > nbytes(node) and move.at[part] - move.at[node] > len(chain):
             continue  # the larger value would be kept for longer
         with graph.inserting_after(part):
-            applied = _applied(graph, node, part, _dtype(node))
+            applied = _apply_to(graph, node, part, _dtype(node))
         _replace(part, applied)
         for view in chain:
             _set_dtype(view, _dtype(x))
@@ -401,7 +401,7 @@ def _cast_instead(clone: fx.Node, dtype: torch.dtype) -> None:
     clone.kwargs = {**clone.kwargs, "dtype": dtype}
 
 
-def _applied(
+def _apply_to(
     graph: fx.Graph, function: fx.Node, x: fx.Node, dtype: torch.dtype | None = None
 ) -> fx.Node:
     """Add a node that does to each element of x what another node does to its operand."""

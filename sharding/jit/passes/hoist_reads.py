@@ -42,10 +42,10 @@ def hoist_reads(
         collectives: whether reads may have collectives.
     """
     graph = program.graph
-    found = [node for node in graph.nodes if is_movable(node)]
-    own = {x: not all(x.meta["ranks"].issuperset(ranks) for ranks in rounds) for x in found}
+    movable = [node for node in graph.nodes if is_movable(node)]
+    own = {x: not all(x.meta["ranks"].issuperset(ranks) for ranks in rounds) for x in movable}
     hoist = _Hoist(program)
-    for node in found:
+    for node in movable:
         before = hoist.is_own if agreed else any(own.values())
         hoist.read(node, own[node], collectives and not before)
     return hoist.program()
@@ -77,7 +77,7 @@ class _Hoist:
 
     def read(self, node: fx.Node, is_own: bool, collectives: bool) -> None:
         """Move a read out of the graph, or note at its node why it stays."""
-        needed = self._needed(node)
+        needed = self._nodes_for(node)
         waits = [x for x in needed if x.target is WAIT and x not in self._waits]
         why = self._obstacle(needed)
         if why is None and waits and not collectives:
@@ -92,7 +92,7 @@ class _Hoist:
         self.is_own = self.is_own or is_own
         self._graph.erase_node(node)
 
-    def _needed(self, read: fx.Node) -> list[fx.Node]:
+    def _nodes_for(self, read: fx.Node) -> list[fx.Node]:
         """Return what computes a read, in order: operands, and what has written to them before."""
         needed: set[fx.Node] = set()
         work = list(read.all_input_nodes)

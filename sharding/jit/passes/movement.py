@@ -98,7 +98,7 @@ class Movement:
         """Return the class of the result of a collective."""
         return next(c for c in self.use.of[start] if self.use.made_by.get(c) is start)
 
-    def derived(self, start: fx.Node) -> list[int]:
+    def classes_derived_from(self, start: fx.Node) -> list[int]:
         """Return the classes that have values of a collective's result, moved by copies only.
 
         Each class comes after those that it is copied from.

@@ -67,7 +67,7 @@ class PassOptions:
         return PassOptions(
             **ours,
             inductor=tuple(
-                (name, _checked(name, x)) for name, x in options.items() if name not in ours
+                (name, _check_option(name, x)) for name, x in options.items() if name not in ours
             ),
         )
 
@@ -79,7 +79,7 @@ _PASSES = tuple(
 )
 
 
-def _checked(name: str, value: Any) -> Any:
+def _check_option(name: str, value: Any) -> Any:
     """Return the value of an option of Inductor.
 
     Raises: ValueError if it has no such option, TypeError for a value of another type.

@@ -58,7 +58,7 @@ class Places:
         """
         return self.starts[node] if node in self.starts else self._early[node]
 
-    def needed(self, node: fx.Node, after: int) -> list[fx.Node]:
+    def nodes_for(self, node: fx.Node, after: int) -> list[fx.Node]:
         """Return what a node needs that runs after a place, in order, the node last.
 
         The place is not before `early(node)`.

@@ -62,7 +62,7 @@ def _start_early(graph: fx.Graph, limit: int | None, peak: int) -> set[fx.Node]:
         ):
             target -= 1
         if target < i - 1:  # it runs right behind `target`, after the starts that are there already
-            need = [x for x in places.needed(node, target) if x not in inside]
+            need = [x for x in places.nodes_for(node, target) if x not in inside]
             for q in range(target + 1, i):
                 live[q] += size
                 flying[q] += size

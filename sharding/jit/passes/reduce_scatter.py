@@ -28,7 +28,7 @@ def scatter_reductions(graph: fx.Graph, rank_in: Callable[[tuple[int, ...]], int
     use, changed = MemoryUse(graph), 0
     fixed = fixed_memory(graph, use)
     for start in [node for node in graph.nodes if OPERATORS.get(node.target) == "all_reduce"]:
-        sliced = _sliced(start)
+        sliced = _slice_of(start)
         ranks = tuple(map(int, str(start.args[-2]).split(",")))
         if sliced is None or use.of[start] & fixed:
             continue
@@ -54,7 +54,7 @@ def scatter_reductions(graph: fx.Graph, rank_in: Callable[[tuple[int, ...]], int
     return changed
 
 
-def _sliced(start: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
+def _slice_of(start: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
     """Return the wait, the view of its result, and the slice that is its only use.
 
     The result is None if the all_reduce has other uses.

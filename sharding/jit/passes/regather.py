@@ -69,7 +69,7 @@ def regather(
     families = [
         (node, classes)
         for node in starts
-        if not memory.unsafe & set(classes := memory.move.derived(node))
+        if not memory.unsafe & set(classes := memory.move.classes_derived_from(node))
     ]
     while memory.peak > (max_live_bytes or 0):
         place = int(memory.live.argmax())
@@ -176,7 +176,7 @@ class _LiveMemory:
             return None
         retained = [c for c in sources if not self._is_there(c, place)]
         for c in list(retained):  # made again rather than kept, if what they are made from is there
-            nodes = self._closed(set(self.move.fillers[c]), {c})
+            nodes = self._close(set(self.move.fillers[c]), {c})
             inputs = {
                 d
                 for node in nodes
@@ -212,9 +212,9 @@ class _LiveMemory:
 
     def _run(self, members: set[int], needed: list[int]) -> set[fx.Node]:
         """Return the nodes that fill these classes, from the operand of the collective on."""
-        return self._closed({node for c in needed for node in self.move.fillers[c]}, members)
+        return self._close({node for c in needed for node in self.move.fillers[c]}, members)
 
-    def _closed(self, run: set[fx.Node], members: set[int]) -> set[fx.Node]:
+    def _close(self, run: set[fx.Node], members: set[int]) -> set[fx.Node]:
         work = list(run)
         while work:
             for x in work.pop().all_input_nodes:

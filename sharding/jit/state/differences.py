@@ -52,7 +52,7 @@ class Reason(NamedTuple):
     text: str
 
 
-def _changed(what: str, now: Any, before: Any) -> Reason:
+def _describe_change(what: str, now: Any, before: Any) -> Reason:
     return Reason(what, f"{what} is {now} and was {before}")
 
 
@@ -122,12 +122,15 @@ def nearest(f: Callable[..., Any], key: Any, others: Sequence[Any]) -> list[Reas
 def differences(f: Callable[..., Any], before: Any, now: Any) -> list[Reason]:
     """Return what differs between two signatures of a function."""
     modes = zip(_MODES, before[1], now[1], strict=True)
-    reasons = [_changed(name, _word(y), _word(x)) for name, x, y in modes if x != y]
+    reasons = [_describe_change(name, _word(y), _word(x)) for name, x, y in modes if x != y]
     names = leaf_names(f, now[0], len(now[2]))
     if before[0] != now[0]:
         structure = ", ".join(names) or "empty"
         old_structure = ", ".join(leaf_names(f, before[0], len(before[2]))) or "empty"
-        return [*reasons, _changed("the structure of the arguments", structure, old_structure)]
+        return [
+            *reasons,
+            _describe_change("the structure of the arguments", structure, old_structure),
+        ]
     for name, x, y in zip(names, before[2], now[2], strict=True):
         reasons += _leaf(name, x, y) if x != y else []
     if before[3] != now[3] and not reasons:
@@ -153,23 +156,25 @@ def leaf_names(f: Callable[..., Any], tree: Any, count: int) -> list[str]:
 def _leaf(name: str, before: Any, now: Any) -> list[Reason]:
     kinds = _kind(before), _kind(now)
     if kinds[0] != kinds[1]:
-        return [_changed(f"the type of {name}", kinds[1], kinds[0])]
+        return [_describe_change(f"the type of {name}", kinds[1], kinds[0])]
     if kinds[0] == "a static argument":
-        return [_changed(name, repr(now[0])[:80], repr(before[0])[:80])]
+        return [_describe_change(name, repr(now[0])[:80], repr(before[0])[:80])]
     if kinds[0] == "a ShardedTensor":
         parts = [(part, getattr(before[0], part), getattr(now[0], part)) for part in _OF_LAYOUTS]
         parts += [("stride", before[1], now[1]), ("requires_grad", before[2], now[2])]
     elif kinds[0] == "a tensor":
         parts = [*zip(_OF_TENSORS, before, now, strict=True)]
     elif isinstance(now[1], now[0]):
-        return [_changed(f"the value of {name}", repr(now[1])[:80], repr(before[1])[:80])]
+        return [_describe_change(f"the value of {name}", repr(now[1])[:80], repr(before[1])[:80])]
     else:
         text = f"the object {name} is another {now[0].__name__} than before"
         return [Reason(f"the object {name}", text)]
     differing = [one for one in parts if one[1] != one[2]]
     if len(differing) > 1 and differing[0][0] == "shape":  # the stride follows from it
         differing = [one for one in differing if one[0] != "stride"]
-    return [_changed(_part_text(part, name), _word(y), _word(x)) for part, x, y in differing]
+    return [
+        _describe_change(_part_text(part, name), _word(y), _word(x)) for part, x, y in differing
+    ]
 
 
 def _part_text(part: str, name: str) -> str:
