@@ -126,7 +126,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def _matches_elsewhere(self, pattern: str) -> bool:
         """Return whether a pattern matches a name in another stage of a pipeline."""
         parameters = [p for group in self.param_groups for p in group["params"]]
-        model = current_world().state(LivePipelines).owning(parameters)
+        model = current_world().state(LivePipelines).owner_of(parameters)
         return model is not None and any(fnmatchcase(name, pattern) for name in model.names())
 
     def _has_dims(self, x: Tensor) -> bool:

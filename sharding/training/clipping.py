@@ -176,7 +176,7 @@ def _model_of(name: str, tensors: Sequence[Tensor]) -> WholeModel | None:
     Raises:
         ValueError: they are some of these.
     """
-    model = current_world().state(LivePipelines).owning(tensors)
+    model = current_world().state(LivePipelines).owner_of(tensors)
     if model is None:
         return None
     numbers = {id(x) for x in tensors}

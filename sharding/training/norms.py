@@ -57,7 +57,7 @@ def tensor_norms(tensors: Named, of: str = "parameter", ord: float = 2.0) -> dic
     if isinstance(tensors, Pipeline):
         return _norms_of_pipeline(tensors, of, ord)
     named = dict(_named_tensors(tensors))
-    if current_world().state(LivePipelines).owning(named.values()) is not None:
+    if current_world().state(LivePipelines).owner_of(named.values()) is not None:
         raise ValueError(
             "norms: these are parameters of a pipeline's stages on this rank, and other ranks have "
             "others; pass the pipeline, as in tensor_norms(pipe)"

@@ -122,7 +122,7 @@ def _reduce_found_inf(found_inf: Tensor, parameters: Sequence[Tensor]) -> Tensor
 
     A rank outside all meshes contributes 0.
     """
-    model = current_world().state(LivePipelines).owning(parameters)
+    model = current_world().state(LivePipelines).owner_of(parameters)
     if model is not None:
         mesh = model.tensors.mesh
         value = found_inf.to(mesh.device, copy=True)

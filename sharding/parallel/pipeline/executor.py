@@ -131,7 +131,7 @@ class StepRun:
         for action in actions_in(row):
             if gathers is not None:
                 gathers.before(action)
-            with self._published(action):
+            with self._publish(action):
                 match action.kind:
                     case "F":
                         self._forward(action, (action.stage, action.microbatch) in in_two_parts)
@@ -142,7 +142,7 @@ class StepRun:
         self._transport.finish()
 
     @contextmanager
-    def _published(self, action: Action) -> Iterator[None]:
+    def _publish(self, action: Action) -> Iterator[None]:
         """Let the monitor's verdicts, and errors of the model, say that this action was running."""
         buffer = self._world.trace_buffer
         buffer.set_doing(f"in {action.description}")

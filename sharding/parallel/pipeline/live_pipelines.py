@@ -23,7 +23,7 @@ class LivePipelines:
     def add(self, model: WholeModel) -> None:
         self._models.add(model)
 
-    def owning(self, tensors: Iterable[Tensor]) -> WholeModel | None:
+    def owner_of(self, tensors: Iterable[Tensor]) -> WholeModel | None:
         """Return the model of which some of these tensors are parameters, or their gradients.
 
         None if there is no such model.

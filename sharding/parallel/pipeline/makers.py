@@ -63,7 +63,7 @@ def one_f_one_b(ranks: int, microbatches: int) -> Rows:
     Bubble (p - 1)(F + B), as GPipe; live activations of rank r: min(m, p - r). Any p and m.
     (Narayanan et al. 2021, arXiv 2104.04473, section 2.2.) Closed form.
     """
-    return _alternating(ranks, microbatches, stages_per_rank=1, ahead=1)
+    return _alternating_rows(ranks, microbatches, stages_per_rank=1, ahead=1)
 
 
 def interleaved(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Rows:
@@ -84,7 +84,7 @@ def interleaved(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Rows
     Raises:
         ValueError: m is no multiple of max(1, m // p).
     """
-    return _alternating(ranks, microbatches, stages_per_rank, ahead=2)
+    return _alternating_rows(ranks, microbatches, stages_per_rank, ahead=2)
 
 
 def zb_h1(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Rows:
@@ -101,10 +101,10 @@ def zb_h1(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Rows:
     Raises:
         ValueError: with several stages, m is no multiple of max(1, m // p).
     """
-    return _alternating(ranks, microbatches, stages_per_rank, ahead=1, in_parts=True)
+    return _alternating_rows(ranks, microbatches, stages_per_rank, ahead=1, in_parts=True)
 
 
-def _alternating(
+def _alternating_rows(
     ranks: int, microbatches: int, stages_per_rank: int, ahead: int, in_parts: bool = False
 ) -> Rows:
     """Return rows that begin with some forwards and alternate forward and backward from there.

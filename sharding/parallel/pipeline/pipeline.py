@@ -34,7 +34,7 @@ from .stage_layers import parallelize_stages, shard_stages
 from .stage_meshes import StageMeshes, make_stage_meshes
 from .stage_rows import RowsOfStages
 from .stage_tensors import StageTensors
-from .stages.precision import merged, precision_of
+from .stages.precision import merge_precisions, precision_of
 from .stages.recording import Recorder
 from .stages.split import Split, default_split
 from .stages.stage import Stage
@@ -472,7 +472,7 @@ class Pipeline:
         schedule = self._schedules.of(len(batches))
         with (
             torch.enable_grad(),
-            self._tied_gradients_summed(),
+            self._sum_tied_gradients(),
             accumulate_grads(),
             self._staged.constant_flags(),
         ):
@@ -649,7 +649,7 @@ class Pipeline:
                     f"pipeline: rank {rank} has the last stage, which computes the loss, and no "
                     "targets; pass targets at least there"
                 )
-        self._staged.set_precision(merged([facts[-1] for facts in told.values()]))
+        self._staged.set_precision(merge_precisions([facts[-1] for facts in told.values()]))
         self._checked.add((kind, count))
 
     def _data_ranks(self, batches: Sequence[Microbatch]) -> DataRanks:
@@ -721,7 +721,7 @@ class Pipeline:
             self._loss_dtype = _LOSS_DTYPES[int(values[1])]
         return values[0].to(self._loss_dtype)
 
-    def _tied_gradients_summed(self) -> AbstractContextManager[None]:
+    def _sum_tied_gradients(self) -> AbstractContextManager[None]:
         """Sum the gradients of tied parameters' copies at the end of the block.
 
         Before the first step, make the copies equal.
@@ -731,7 +731,7 @@ class Pipeline:
         if self._tied is None:
             self._tied = TiedParameters(self.whole)
             self._tied.make_equal()
-        return self._tied.gradients_summed()
+        return self._tied.sum_gradients()
 
 
 def _as_plain(weight: Tensor | float) -> Tensor | float:

@@ -35,7 +35,7 @@ class StepRandom:
         self._device_module = None if device.type == "cpu" else torch.get_device_module(device)
         self._stream = current_world().state(RandomStream)
         self._seed = int(torch.empty((), dtype=torch.int64).random_())
-        self._sharded_seed = _mixed(self._stream.seed, self._stream.drawn)
+        self._sharded_seed = _hash_numbers(self._stream.seed, self._stream.drawn)
         self._stream.drawn += 1
         self._microbatch = 0
 
@@ -60,15 +60,15 @@ class StepRandom:
 
     def after_unit(self, number: int) -> None:
         """Seed for what follows a call of a unit, by the number of the call."""
-        seed = _mixed(self._seed, self._microbatch, number)
+        seed = _hash_numbers(self._seed, self._microbatch, number)
         torch.default_generator.manual_seed(seed)
         if self._device_module is not None:
             self._device_module.manual_seed(seed)
-        self._stream.seed = _mixed(self._sharded_seed, self._microbatch, number)
+        self._stream.seed = _hash_numbers(self._sharded_seed, self._microbatch, number)
         self._stream.drawn = 0
 
 
-def _mixed(*numbers: int) -> int:
+def _hash_numbers(*numbers: int) -> int:
     """Return a 63-bit hash of numbers."""
     packed = struct.pack(f"<{len(numbers)}Q", *(number & (1 << 64) - 1 for number in numbers))
     digest = hashlib.blake2b(packed, digest_size=8).digest()

@@ -139,7 +139,7 @@ def simulate(
                 for operand in action.operands(last_stage):
                     moved = rank_of[operand.stage] != rank
                     start = max(start, ends[operand] + (costs.latency if moved else 0))
-            before, after = shards[rank].around(slot)
+            before, after = shards[rank].communication_around(slot)
             for item in (*before, cell, *after):
                 is_cell = isinstance(item, Action | Overlap)
                 duration = costs.of(item) if is_cell else costs.of_shards(item)
@@ -189,7 +189,9 @@ class _ShardsOfRow:
                 stages = {s for s in self._first if self._first[s] <= slot <= self._last[s]}
             self.peak = max(self.peak, len(stages))
 
-    def around(self, slot: int) -> tuple[list[ShardCommunication], list[ShardCommunication]]:
+    def communication_around(
+        self, slot: int
+    ) -> tuple[list[ShardCommunication], list[ShardCommunication]]:
         """Return what comes before the cell in a slot, and what after it.
 
         A backward for weights has its operands, and gathers nothing.

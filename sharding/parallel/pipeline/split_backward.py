@@ -267,7 +267,7 @@ class _MarkWeights(TorchFunctionMode):
             return func(*args, **kwargs)
         for kind in types:
             if issubclass(kind, ShardedTensor):
-                return self._sharded(kind, func, types, args, kwargs)
+                return self._run_sharded(kind, func, types, args, kwargs)
         if func is torch.autograd.backward:
             run = self._backward if torch.is_grad_enabled() else func
             return run(*args, **kwargs)
@@ -308,7 +308,7 @@ class _MarkWeights(TorchFunctionMode):
         kwargs = dict(zip(kwargs, map_tensors(next_use, kwargs.values()), strict=True))
         return func(*args, **kwargs)
 
-    def _sharded(
+    def _run_sharded(
         self, kind: Any, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
         """Run an operator on ShardedTensors; those on their local parts are marked."""

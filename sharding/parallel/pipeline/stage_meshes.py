@@ -129,7 +129,7 @@ class StageMeshes:
 
         They are in the order of the peers. One of the places is this rank's own.
         """
-        between = self._between(source, destination)
+        between = self._routes_between(source, destination)
         rank = self.places.rank
         if source == self.places.own:
             return [route for sender, _, route, _ in between if sender == rank]
@@ -197,7 +197,9 @@ class StageMeshes:
                     senders[receiver] = all_senders[position * len(all_senders) // len(receivers)]
         return senders
 
-    def _between(self, source: int, destination: int) -> tuple[tuple[int, int, Route, Route], ...]:
+    def _routes_between(
+        self, source: int, destination: int
+    ) -> tuple[tuple[int, int, Route, Route], ...]:
         """Return (sender, receiver, what it is to the sender, to the receiver)."""
         key = source, destination
         if key not in self._routes:

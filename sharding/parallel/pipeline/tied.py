@@ -81,7 +81,7 @@ class TiedParameters:
                     local_of(copies[0]).copy_(part)
 
     @contextmanager
-    def gradients_summed(self) -> Iterator[None]:
+    def sum_gradients(self) -> Iterator[None]:
         """Sum the gradients of copies that are computed in the block, and add them to `.grad`.
 
         Where a rank has several copies, they are added to that of the first.

@@ -128,7 +128,7 @@ class ValueMeta:
         layout = Layout.of(mesh[sharding.axes], sharding.spec, sharding.shape, self.dtype)
         return ShardedTensor._make_guarded(local, layout)
 
-    def sharded_on(self, value: Tensor, mesh: DeviceMesh) -> Tensor:
+    def shard_on(self, value: Tensor, mesh: DeviceMesh) -> Tensor:
         """Return a whole value with its spec on the mesh of another stage.
 
         It is split over the axes that both meshes have; without any, it stays plain.
@@ -544,7 +544,7 @@ class Transport:
             leaves = [meta.leaf(x, mesh) for meta, x in zip(metas, locals_, strict=True)]
             return leaves, leaves
         leaves = [meta.leaf(x, None) for meta, x in zip(metas, locals_, strict=True)]
-        return leaves, [meta.sharded_on(x, mesh) for meta, x in zip(metas, leaves, strict=True)]
+        return leaves, [meta.shard_on(x, mesh) for meta, x in zip(metas, leaves, strict=True)]
 
     def _between_meshes(self, place: int) -> bool:
         """Return whether the stages of another place have a mesh of their own."""

@@ -110,7 +110,7 @@ def outer_calls(recording: Recording, tree: ModuleTree) -> Iterator[tuple[Enter,
                 inside, flops = event, 0
 
 
-def opened_by(recording: Recording, tree: ModuleTree) -> set[str]:
+def units_to_open(recording: Recording, tree: ModuleTree) -> set[str]:
     """Return the units and leaves that must be containers.
 
     They are those inside of which the forward calls modules from outside.
@@ -308,7 +308,7 @@ class _Follower:
         added: Sources = _NONE
         if self._number >= 0:
             added = frozenset({_Hidden(self._number)})
-            sources = self._need(sources)
+            sources = self._note_needs(sources)
         elif event.draws:
             added = frozenset({_Drawn(event.name, i)})
         self.places |= {x.place for x in sources if isinstance(x, _Place)}
@@ -322,7 +322,7 @@ class _Follower:
                 self._memory.set(key, sources | added)
                 self._made.add(key.tensor)
 
-    def _need(self, sources: Sources) -> Sources:
+    def _note_needs(self, sources: Sources) -> Sources:
         """Note that the running unit reads this; return it without what is the unit's own."""
         call = self._calls[self._number]
         own = self._own_places[call.path]
@@ -346,7 +346,7 @@ class _Follower:
     def _exit(self, event: Exit) -> None:
         number, call = self._number, self._calls[self._number]
         call.tree, call.metas = event.tree, event.metas
-        self._need(self._memory.sources(event.tensors))
+        self._note_needs(self._memory.sources(event.tensors))
         old = {key.tensor: self._memory.sources([key]) for key in event.tensors}
         for key in event.tensors:
             if self._allocated_by.setdefault(key.storage, number) == number:

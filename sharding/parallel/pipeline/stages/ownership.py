@@ -45,7 +45,7 @@ def own_places(tree: ModuleTree, first: Mapping[int, Place]) -> dict[str, set[Pl
     }
 
 
-def owned_by_calls(
+def ownership_by_calls(
     tree: ModuleTree, dependencies: Dependencies, first: Mapping[int, Place]
 ) -> Ownership:
     """Return what each stage holds by the calls of a recorded forward.
@@ -59,7 +59,7 @@ def owned_by_calls(
             units[call.path].add(call.stage)
     # Buffers of containers and leaves are not among them: every stage has these.
     of_containers = {place for place, _ in _container_parameters(tree, first)}
-    of_units = set(_held(tree, units, {}, first))
+    of_units = set(_stages_by_place(tree, units, {}, first))
     places = {
         place: set(used_by)
         for place, used_by in dependencies.places.items()
@@ -67,7 +67,7 @@ def owned_by_calls(
     }
     for place in of_containers:
         places[place] = places.get(place) or {0}
-    held = _held(tree, units, places, first)
+    held = _stages_by_place(tree, units, places, first)
     previous = {0}
     for path, module in tree.units.items():
         if not units[path] and any(not held.get(first[id(x)]) for x in module.parameters()):
@@ -76,7 +76,7 @@ def owned_by_calls(
     return _ownership(tree, units, places, first)
 
 
-def owned_by_order(
+def ownership_by_order(
     tree: ModuleTree, boundaries: Sequence[Boundary], stages: int, first: Mapping[int, Place]
 ) -> Ownership:
     """Return what each stage holds if units are called in the order of registration.
@@ -122,7 +122,7 @@ def _container_parameters(
     return parameters
 
 
-def _held(
+def _stages_by_place(
     tree: ModuleTree,
     units: Mapping[str, Collection[int]],
     places: Mapping[Place, Collection[int]],
@@ -142,7 +142,7 @@ def _ownership(
     first: Mapping[int, Place],
 ) -> Ownership:
     parameters = {first[id(x)] for x in tree.containers[""].parameters()}
-    held = _held(tree, units, places, first)
+    held = _stages_by_place(tree, units, places, first)
     shared = {place for place in parameters if len(held.get(place, ())) > 1}
     tied = {join(*place): tuple(sorted(held[place])) for place in held if place in shared}
     return Ownership(units, places, held, tied)

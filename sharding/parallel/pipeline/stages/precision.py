@@ -55,7 +55,7 @@ def precision_of(stages: Iterable[nn.Module]) -> Precision:
     return Precision(parameters, modules)
 
 
-def merged(precisions: Iterable[Precision]) -> Precision:
+def merge_precisions(precisions: Iterable[Precision]) -> Precision:
     """Return the precision of all stages, given those of all ranks."""
     parameters: dict[str, torch.dtype] = {}
     modules: dict[str, MixedPrecisionPolicy] = {}

@@ -257,7 +257,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         result = _run(func, args, kwargs)
         inputs = [self.key(x) for x in _tensors((args, kwargs))]
-        written = [self.key(x).storage for x in _written(func, args, kwargs)]
+        written = [self.key(x).storage for x in _written_tensors(func, args, kwargs)]
         outputs = [self.key(x) for x in _tensors(result)]
         count = self._flop_counts.get(func._overloadpacket)
         flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
@@ -300,7 +300,7 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)]
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+def _written_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     written: list[Tensor] = []
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

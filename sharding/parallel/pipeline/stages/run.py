@@ -130,17 +130,17 @@ class StageRun:
         if call.stage < self._stage:
             result = self._earlier(call, args, kwargs)
             if self._dependencies.calls[self._next].stage == self._stage:
-                self._returned(number)
+                self._call_after_unit(number)
             return result
         unit = self._units.get(path, module)  # leaves are not among them
         with thread_context.setting(module_calls=None):
             result = original(*args, **kwargs) if unit is module else unit(*args, **kwargs)
         if not self._is_last:
             self._keep(call, result)
-        self._returned(number)
+        self._call_after_unit(number)
         return result
 
-    def _returned(self, number: int) -> None:
+    def _call_after_unit(self, number: int) -> None:
         if self._after_unit is not None:
             self._after_unit(number)
 

@@ -63,7 +63,7 @@ def copy_with(value: T, convert: Callable[[Tensor], Tensor]) -> T:
     memo: dict[int, Any] = {}
     with _Converting(convert, memo):
         for x in _tensors_in(value):
-            memo.setdefault(id(x), _converted(x, convert))
+            memo.setdefault(id(x), _convert_tensor(x, convert))
         return copy.deepcopy(value, memo)
 
 
@@ -76,7 +76,7 @@ class _Converting(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__deepcopy__:
-            return self._memo.setdefault(id(args[0]), _converted(args[0], self._convert))
+            return self._memo.setdefault(id(args[0]), _convert_tensor(args[0], self._convert))
         return func(*args, **(kwargs or {}))
 
 
@@ -86,7 +86,7 @@ def _tensors_in(value: Any) -> list[Tensor]:
     return tensors_of(value)
 
 
-def _converted(x: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
+def _convert_tensor(x: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
     out = convert(x).requires_grad_(x.requires_grad)
     if isinstance(x, nn.Parameter):
         out._is_param = True  # type: ignore[attr-defined]  # what isinstance(out, nn.Parameter) reads

@@ -120,7 +120,7 @@ def choose_boundaries(
         # what is before the first one, such as a vision tower, is in its stage
         edges = [0, *firsts[1:], len(costs)]
         sums = [sum(values[i:j]) for i, j in pairwise(edges)]
-        starts = [firsts[number] for number in balanced(sums, stages)]
+        starts = [firsts[number] for number in balance_costs(sums, stages)]
         return [Boundary(costs[i].path, costs[i].occurrence) for i in starts]
     named = split(costs) if callable(split) else split
     if not isinstance(named, Sequence) or isinstance(named, str):
@@ -166,7 +166,7 @@ def named_boundaries(
     return boundaries
 
 
-def balanced(costs: Sequence[int], stages: int) -> list[int]:
+def balance_costs(costs: Sequence[int], stages: int) -> list[int]:
     """Return where each part but the first begins, of costs cut into contiguous parts.
 
     No part is empty, and the largest sum of a part is as small as possible.

@@ -14,11 +14,11 @@ from .dependencies import (
     Boundary,
     Dependencies,
     dependencies,
-    opened_by,
     unit_calls,
+    units_to_open,
 )
 from .module_calls import intercept_calls
-from .ownership import first_places, own_places, owned_by_calls, owned_by_order
+from .ownership import first_places, own_places, ownership_by_calls, ownership_by_order
 from .precision import Precision, apply_precision
 from .recording import Recording, TensorMeta, record
 from .run import AfterUnit, StageRun, shared_tensors
@@ -129,7 +129,7 @@ class StagedModel:
             recording = self._record(
                 *example, count_flops=isinstance(split, str) or callable(split)
             )
-        costs = unit_costs(_opened(model, self._tree, recording), recording)
+        costs = unit_costs(_open_units(model, self._tree, recording), recording)
         self._boundaries: list[Boundary] = choose_boundaries(split, model, costs, num_stages)
         self._tree = self._tree_of(recording)
         first = first_places(model)
@@ -137,15 +137,15 @@ class StagedModel:
         self.on_meta = frozenset(first[id(x)] for _, x in places_of(model) if x.is_meta)
         self._own_places = own_places(self._tree, first)
         if recording is None:
-            ownership = owned_by_order(self._tree, self._boundaries, num_stages, first)
+            ownership = ownership_by_order(self._tree, self._boundaries, num_stages, first)
         else:
             needs = self._dependencies_of(recording)
-            ownership = owned_by_calls(self._tree, needs, first)
+            ownership = ownership_by_calls(self._tree, needs, first)
         self._ownership = ownership
         self.tied = dict(ownership.tied)
         self._assembled = make_stages(self._tree, ownership, first, sorted(own_stages), self._run)
         self.stages = {index: one.stage for index, one in self._assembled.items()}
-        intercepted = _intercepted(self._tree, self._boundaries)
+        intercepted = _modules_to_intercept(self._tree, self._boundaries)
         self._paths = {id(module): path for path, module in intercepted.items()}
         for module in intercepted.values():
             intercept_calls(module)
@@ -249,13 +249,13 @@ class StagedModel:
         opened: set[str] = set()
         while True:
             tree = module_tree(self._model, boundaries, opened)
-            called_inside = opened_by(recording, tree) if recording is not None else set()
+            called_inside = units_to_open(recording, tree) if recording is not None else set()
             if not called_inside:
                 return tree
             opened |= called_inside
 
     def _dependencies_of(self, recording: Recording) -> Dependencies:
-        opened = opened_by(recording, self._tree)
+        opened = units_to_open(recording, self._tree)
         if opened:
             raise ValueError(
                 f"for these inputs the forward calls modules inside of {sorted(opened)} from "
@@ -303,16 +303,16 @@ class StagedModel:
             return run.forward(self._model, args, kwargs)
 
 
-def _intercepted(tree: ModuleTree, boundaries: Sequence[Boundary]) -> dict[str, nn.Module]:
+def _modules_to_intercept(tree: ModuleTree, boundaries: Sequence[Boundary]) -> dict[str, nn.Module]:
     """Return units, leaves, and containers with which a stage begins."""
     starts = {path for path, _ in boundaries}
     containers = {path: module for path, module in tree.containers.items() if path in starts}
     return {**tree.units, **tree.leaves, **containers}
 
 
-def _opened(model: nn.Module, tree: ModuleTree, recording: Recording | None) -> ModuleTree:
+def _open_units(model: nn.Module, tree: ModuleTree, recording: Recording | None) -> ModuleTree:
     """Return a tree in which units whose insides are called from outside are containers."""
-    while recording is not None and (called_inside := opened_by(recording, tree)):
+    while recording is not None and (called_inside := units_to_open(recording, tree)):
         tree = module_tree(model, (), {*tree.containers, *called_inside})
     return tree
 

@@ -58,16 +58,16 @@ class ValueTree:
 
     def with_tensors(self, tensors: Iterable[Tensor]) -> Any:
         """Return the value with these tensors."""
-        return self._filled(iter(tensors))
+        return self._fill(iter(tensors))
 
-    def _filled(self, tensors: Iterator[Tensor]) -> Any:
+    def _fill(self, tensors: Iterator[Tensor]) -> Any:
         leaves: list[Any] = []
         for leaf in self.leaves:
             if isinstance(leaf, _Tensor):
                 leaves.append(next(tensors))
             elif isinstance(leaf, _Fields):
                 instance = object.__new__(leaf.cls)
-                for name, field in leaf.tree._filled(tensors).items():
+                for name, field in leaf.tree._fill(tensors).items():
                     object.__setattr__(instance, name, field)
                 leaves.append(instance)
             else:
