@@ -58,6 +58,7 @@ alarm_signal: int | None = None
 _deadline_of: Job | None = None
 _setting_deadline = threading.RLock()  # a handler of a signal may set it, too
 _is_interruptible = True
+_block_of: FrameType | None = None  # the frame of the innermost `interruptible` block
 
 
 # -- before the end --------------------------------------------------------------------------------
@@ -128,9 +129,9 @@ def is_in_setup(frame: FrameType | None) -> bool:
     """Return whether a frame is part of entering or leaving a `with` block, or of a destructor.
 
     An error that is raised there may leave what the block protects half done, and one in a
-    destructor is printed and forgotten.
+    destructor is printed and forgotten. An `interruptible` block in such a method is interrupted.
     """
-    while frame is not None:
+    while frame is not None and frame is not _block_of:
         if frame.f_code.co_name in _SETUP:
             return True
         frame = frame.f_back
@@ -144,12 +145,13 @@ def interruptible(is_on: bool) -> Iterator[None]:
     Waits for other ranks raise the verdict all the same. The watchdog sends its signal again and
     again, so what was held comes later.
     """
-    global _is_interruptible
-    before, _is_interruptible = _is_interruptible, is_on
+    global _is_interruptible, _block_of
+    before = _is_interruptible, _block_of
+    _is_interruptible, _block_of = is_on, sys._getframe(2)  # that of the `with` statement
     try:
         yield
     finally:
-        _is_interruptible = before
+        _is_interruptible, _block_of = before
 
 
 # -- a program that lives on -----------------------------------------------------------------------
