@@ -60,8 +60,8 @@ def shapes(width: int, layers: int, vocabulary: int) -> dict[str, tuple[int, ...
         "down": (width, 4 * width),
         "norm": (width,),
     }
-    found = {f"layers.{i}.{name}": shape for i in range(layers) for name, shape in layer.items()}
-    return {"embedding": (vocabulary, width), **found}
+    shape_of = {f"layers.{i}.{name}": shape for i in range(layers) for name, shape in layer.items()}
+    return {"embedding": (vocabulary, width), **shape_of}
 
 
 class CheckpointSetup:
@@ -161,14 +161,14 @@ class CheckpointSetup:
 
 def timed(calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
     """Return the seconds of each call per round on this rank, after a warm-up round."""
-    order, found = random.Random(0), {name: [] for name in calls}
+    order, seconds_of = random.Random(0), {name: [] for name in calls}
     for _ in range(rounds + 1):
         for name in order.sample(list(calls), len(calls)):
             dist.barrier()
             start = time.perf_counter()
             calls[name]()
-            found[name].append(time.perf_counter() - start)
-    return {name: seconds[1:] for name, seconds in found.items()}
+            seconds_of[name].append(time.perf_counter() - start)
+    return {name: seconds[1:] for name, seconds in seconds_of.items()}
 
 
 def measured(
@@ -178,14 +178,14 @@ def measured(
     implementation.
     """
     setup = CheckpointSetup(sizes, folder)
-    found = {"save": timed(setup.saves(), rounds)}
+    times = {"save": timed(setup.saves(), rounds)}
     for what, dim in CUTS.items():
         loads = setup.loads(dim)
         setup.check(loads, dim)
-        found[what] = timed(loads, rounds)
+        times[what] = timed(loads, rounds)
     setup.check_each_other()
     dist.barrier()
-    return setup.nbytes, found
+    return setup.nbytes, times
 
 
 def main() -> None:
@@ -217,7 +217,7 @@ def report(
     nbytes, first = results[0]
     times = {
         what: {
-            who: slowest([Times(tuple(found[what][who])) for _, found in results])
+            who: slowest([Times(tuple(times_of[what][who])) for _, times_of in results])
             for who in (OURS, THEIRS)
         }
         for what in first
@@ -240,7 +240,8 @@ def report(
     env = environment()
     print(f"\n{environment_line(env)}")
     figures = {
-        what: {who: found.as_dict() for who, found in by.items()} for what, by in times.items()
+        what: {who: times_of.as_dict() for who, times_of in by.items()}
+        for what, by in times.items()
     }
     write_json(options.json, {"environment": env, "times": figures})
     write_markdown(

@@ -59,7 +59,7 @@ def must(holds: bool, otherwise: str) -> None:
 
 def calls() -> dict[tuple[str, int], int]:
     """Return how many calls of each rank change the disk, in a save of each kind without a kill."""
-    found: dict[tuple[str, int], int] = {}
+    counts: dict[tuple[str, int], int] = {}
     with tempfile.TemporaryDirectory(prefix="shardmesh-kills-") as base:
         os.environ[VARIABLE] = base
         with Runner("tests.sharding.checkpoint.kills") as runner:
@@ -70,8 +70,8 @@ def calls() -> dict[tuple[str, int], int]:
                         [r.status for r in outcome.ranks] == [0] * 4,
                         f"{kind} without a kill: {outcome}",
                     )
-                    found[kind, rank] = int(outcome.ranks[rank].value)
-    return found
+                    counts[kind, rank] = int(outcome.ranks[rank].value)
+    return counts
 
 
 def call_names() -> Iterator[str]:
@@ -96,7 +96,7 @@ def moment_names(count: int) -> Iterator[str]:
 
 def killed(names: Sequence[str], at_once: int) -> Counter[str]:
     """Count what is loaded after each kill, and the errors of the surviving ranks."""
-    found: Counter[str] = Counter()
+    outcomes: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="shardmesh-kills-") as base:
         os.environ[VARIABLE] = base
         with (
@@ -108,10 +108,10 @@ def killed(names: Sequence[str], at_once: int) -> Counter[str]:
             ):
                 must(not outcome.killed, f"{name}: ranks {outcome.killed} hung")
                 dead = sum(rank.status == -9 for rank in outcome.ranks)
-                found[f"{dead} ranks killed"] += 1
-                found.update(rank.error for rank in outcome.ranks if rank.error)
-                found[f"step {loaded_step(Path(base), name)} is loaded"] += 1
-    return found
+                outcomes[f"{dead} ranks killed"] += 1
+                outcomes.update(rank.error for rank in outcome.ranks if rank.error)
+                outcomes[f"step {loaded_step(Path(base), name)} is loaded"] += 1
+    return outcomes
 
 
 # -- disks, damage and pairs -----------------------------------------------------------------------
@@ -131,16 +131,16 @@ def outcome_of(folder: Path) -> str:
 
     def program() -> int:
         mesh = sm.init_device_mesh("cpu", (3,), axis_names=("a",))
-        found = load(
+        loaded = load(
             folder,
             {"x": sm.Layout.of(mesh, P("a"), X.shape), "whole": torch.empty_like(X), "step": None},
         )
         must(
-            torch.equal(found["x"].full_tensor(), X + found["step"])
-            and torch.equal(found["whole"], X * found["step"]),
+            torch.equal(loaded["x"].full_tensor(), X + loaded["step"])
+            and torch.equal(loaded["whole"], X * loaded["step"]),
             "a mix",
         )
-        return found["step"]
+        return loaded["step"]
 
     try:
         return f"step {sm.simulate(3)(program)()[0]} is loaded"
@@ -151,17 +151,17 @@ def outcome_of(folder: Path) -> str:
 
 def disks(count: int) -> Counter[str]:
     """Save to file systems of 1 to `count` pages; the smallest are too small."""
-    found: Counter[str] = Counter()
+    outcomes: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="shardmesh-disk-") as base:
         for pages in range(1, 1 + count):
             mount = ["mount", "-t", "tmpfs", "-o", f"size={4 * pages}k", "tmpfs", base]
             if subprocess.run(mount, capture_output=True).returncode:
                 return Counter({"no file system can be mounted here": 1})
             try:
-                found.update(_on_small_disk(Path(base)))
+                outcomes.update(_on_small_disk(Path(base)))
             finally:
                 subprocess.run(["umount", base], check=True)
-    return found
+    return outcomes
 
 
 def _on_small_disk(folder: Path) -> list[str]:
@@ -175,13 +175,13 @@ def _on_small_disk(folder: Path) -> list[str]:
             all(".tmp-" not in path.name for path in folder.iterdir()),
             f"{folder} still has temporary files",
         )
-        there = outcome_of(folder) if any(folder.iterdir()) else "nothing is there"
-        return ["the save raised", there]
+        outcome = outcome_of(folder) if any(folder.iterdir()) else "nothing is there"
+        return ["the save raised", outcome]
 
 
 def damage(count: int) -> Counter[str]:
     """Damage one file of step 2 at a time, and load."""
-    found: Counter[str] = Counter()
+    outcomes: Counter[str] = Counter()
     rng = random.Random(0)
     with tempfile.TemporaryDirectory(prefix="shardmesh-damage-") as base:
         folder = Path(base)
@@ -192,10 +192,10 @@ def damage(count: int) -> Counter[str]:
         for _ in range(count):
             what, name = rng.choice(CHANGES), rng.choice(sorted(good))
             what(newest / name, older, good, rng)
-            found[f"{what.__name__}: {outcome_of(folder)}"] += 1
+            outcomes[f"{what.__name__}: {outcome_of(folder)}"] += 1
             for each, data in good.items():
                 (newest / each).write_bytes(data)
-    return found
+    return outcomes
 
 
 def flipped(path: Path, older: Path, good: dict[str, bytes], rng: random.Random) -> None:

@@ -63,12 +63,12 @@ def weights(
     input features.
     """
     generator = torch.Generator().manual_seed(0)
-    made = []
+    values = []
     for _ in range(layers):
         up = torch.randn(4 * width, width, generator=generator) / 8
         down = torch.randn(width, 4 * width, generator=generator) / 16
-        made.append((place(torch.ones(width), None), place(up, 0), place(down, 1)))
-    return [tuple(w.requires_grad_() for w in block) for block in made]  # type: ignore[misc]
+        values.append((place(torch.ones(width), None), place(up, 0), place(down, 1)))
+    return [tuple(w.requires_grad_() for w in block) for block in values]  # type: ignore[misc]
 
 
 def forward(x: Tensor, blocks: Weights, whole: Callable[[Tensor], Tensor]) -> Tensor:
@@ -86,10 +86,10 @@ def step_of(
     def step(x: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         loss = compute(x, blocks, whole)
         loss.backward()
-        found = [w.grad for w in leaves]
+        grads = [w.grad for w in leaves]
         for w in leaves:
             w.grad = None
-        return loss.detach(), found
+        return loss.detach(), grads
 
     return step
 
@@ -148,8 +148,8 @@ def host_time(rounds: int, inductor: bool) -> dict[str, float]:
     for step in steps.values():
         for _ in range(3):
             step()
-    found = {name: times.best * 1e6 for name, times in interleaved(steps, rounds=rounds).items()}
-    return found | call_overhead(rounds)
+    times_us = {name: times.best * 1e6 for name, times in interleaved(steps, rounds=rounds).items()}
+    return times_us | call_overhead(rounds)
 
 
 _WITHOUT_INDUCTOR = ("plain, eager", "DTensor, eager", "ours, eager", "ours, sm.jit, eager backend")
@@ -203,7 +203,7 @@ RATIO_COLUMNS = ("sm.jit compared with", "ratio", "goal")
 LONGEST_RECORDING = 10  # eager steps that a recording should take at most
 
 
-def rows_of(found: dict[str, Found]) -> list[list[str]]:
+def rows_of(by_name: dict[str, Found]) -> list[list[str]]:
     return [
         [
             name,
@@ -214,19 +214,19 @@ def rows_of(found: dict[str, Found]) -> list[list[str]]:
             f"{x.recording:.2f}",
             f"{x.start:.2f}",
         ]
-        for name, x in found.items()
+        for name, x in by_name.items()
     ]
 
 
-def ratios_of(form: Form, found: dict[str, Found]) -> list[tuple[str, float, float]]:
+def ratios_of(form: Form, by_name: dict[str, Found]) -> list[tuple[str, float, float]]:
     """Return what `sm.jit` is compared with, the ratio, and what it should be at most."""
-    ours, eager = found[INDUCTOR if INDUCTOR in found else EAGER_BACKEND], found[OURS]
+    ours, eager = by_name[INDUCTOR if INDUCTOR in by_name else EAGER_BACKEND], by_name[OURS]
     goals = [
         (name, goal)
         for name, goal in zip((form.peer, OURS), form.goals, strict=True)
-        if name in found
+        if name in by_name
     ]
-    rows = [(f"time: {name}", _ratio(ours, found[name]), goal) for name, goal in goals]
+    rows = [(f"time: {name}", _ratio(ours, by_name[name]), goal) for name, goal in goals]
     rows += [
         (f"{what}: {OURS}", getattr(ours, what) / getattr(eager, what), 1.0)
         for what in ("calls", "received", "peak")
@@ -235,7 +235,7 @@ def ratios_of(form: Form, found: dict[str, Found]) -> list[tuple[str, float, flo
         *rows,
         (
             f"recording: a step of {OURS}",
-            found[EAGER_BACKEND].recording / eager.times.median,
+            by_name[EAGER_BACKEND].recording / eager.times.median,
             LONGEST_RECORDING,
         ),
     ]
@@ -263,10 +263,10 @@ def on_processes(options: argparse.Namespace) -> tuple[list[str], dict[str, Any]
     with tempfile.TemporaryDirectory() as cache:
         names = tuple(form.name for form in forms)
         arguments = size, options.rounds, options.inductor, cache, names
-        found = sm.launch(on_process, options.processes, arguments, env=quiet)[0]
+        results = sm.launch(on_process, options.processes, arguments, env=quiet)[0]
     tables, figures = [], {}
     for form in forms:
-        rows, ratios = rows_of(found[form.name]), ratios_of(form, found[form.name])
+        rows, ratios = rows_of(results[form.name]), ratios_of(form, results[form.name])
         ratio_rows = [(what, f"{ratio:.2f}", f"{goal:.2f}") for what, ratio, goal in ratios]
         show(
             f"{form.name}: {options.layers} layers, {options.processes} gloo processes",
@@ -276,7 +276,7 @@ def on_processes(options: argparse.Namespace) -> tuple[list[str], dict[str, Any]
         show(form.name, RATIO_COLUMNS, ratio_rows)
         tables += [f"**{form.name}**", markdown(COLUMNS, rows), markdown(RATIO_COLUMNS, ratio_rows)]
         figures[form.name] = {
-            "implementations": {name: asdict(x) for name, x in found[form.name].items()},
+            "implementations": {name: asdict(x) for name, x in results[form.name].items()},
             "ratios": ratios,
         }
     return tables, figures
@@ -287,10 +287,10 @@ def on_processes(options: argparse.Namespace) -> tuple[list[str], dict[str, Any]
 
 def host_times(options: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
     """Measure, print and return a table and the figures of host time."""
-    found = host_time(options.rounds, options.inductor)
-    rows = [(name, f"{value:,.1f}") for name, value in found.items()]
+    times_us = host_time(options.rounds, options.inductor)
+    rows = [(name, f"{value:,.1f}") for name, value in times_us.items()]
     show("A step as one graph", ("implementation", "us"), rows)
-    return [markdown(("implementation", "us"), rows)], {"unit": "us", "steps": found}
+    return [markdown(("implementation", "us"), rows)], {"unit": "us", "steps": times_us}
 
 
 def main(arguments: list[str] | None = None) -> None:

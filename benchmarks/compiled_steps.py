@@ -272,15 +272,15 @@ def on_process(
     warnings.filterwarnings("ignore")
     logging.getLogger("torch").setLevel(logging.ERROR)
     sm.init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
-    found: dict[str, dict[str, Found]] = {}
+    results: dict[str, dict[str, Found]] = {}
     for form in FORMS:
         if form.name not in forms:
             continue
-        on_rank = measure(form, size, dist.get_world_size(), rounds, inductor, cache)
+        measured = measure(form, size, dist.get_world_size(), rounds, inductor, cache)
         all_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(all_ranks, on_rank)
-        found[form.name] = {
-            name: Found.of_ranks([each[name] for each in all_ranks]) for name in on_rank
+        dist.all_gather_object(all_ranks, measured)
+        results[form.name] = {
+            name: Found.of_ranks([each[name] for each in all_ranks]) for name in measured
         }
         torch.compiler.reset()
-    return found
+    return results

@@ -581,15 +581,15 @@ COLUMNS = (
 )
 
 
-def table_row(found: CaseTimes) -> list[str]:
+def table_row(case: CaseTimes) -> list[str]:
     """Return a row of the tables: minima, differences of minima, ratios of medians."""
     minima = [
-        _number(found.times[n].best * 1e6 if n in found.times else None)
+        _number(case.times[n].best * 1e6 if n in case.times else None)
         for n in (PLAIN, DTENSOR, OURS)
     ]
-    above = [_number(found.above(n)) for n in (DTENSOR, OURS)]
-    ratios = [_number(found.ratio(DTENSOR, OURS), "x"), _number(found.ratio(OURS, PLAIN), "x")]
-    return [found.case, *minima, *above, *ratios]
+    above = [_number(case.above(n)) for n in (DTENSOR, OURS)]
+    ratios = [_number(case.ratio(DTENSOR, OURS), "x"), _number(case.ratio(OURS, PLAIN), "x")]
+    return [case.case, *minima, *above, *ratios]
 
 
 def _number(value: float | None, unit: str = "") -> str:
@@ -601,7 +601,7 @@ def _number(value: float | None, unit: str = "") -> str:
 MLP_COLUMNS = ("implementation", "min us", "median us", "x plain", "x by hand")
 
 
-def mlp_rows(found: CaseTimes) -> list[list[str]]:
+def mlp_rows(case: CaseTimes) -> list[list[str]]:
     """Return the table of the MLP: one row per implementation, of which there are more than in the
     other cases.
     """
@@ -610,10 +610,10 @@ def mlp_rows(found: CaseTimes) -> list[list[str]]:
             name,
             _number(t.best * 1e6),
             _number(t.median * 1e6),
-            _number(found.ratio(name, PLAIN), "x"),
-            _number(found.ratio(name, "by hand"), "x"),
+            _number(case.ratio(name, PLAIN), "x"),
+            _number(case.ratio(name, "by hand"), "x"),
         ]
-        for name, t in found.times.items()
+        for name, t in case.times.items()
     ]
 
 
@@ -645,15 +645,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ]
     figures, document = {}, []
     for section, (title, _) in chosen.items():
-        found = merged([timed[section] for timed in passes])
+        times = merged([timed[section] for timed in passes])
         columns, rows = (
-            (MLP_COLUMNS, mlp_rows(found[0]))
+            (MLP_COLUMNS, mlp_rows(times[0]))
             if section == "mlp"
-            else (COLUMNS, [table_row(f) for f in found])
+            else (COLUMNS, [table_row(f) for f in times])
         )
         show(title, columns, rows)
         document.append(f"### {title}\n\n{markdown(columns, rows)}\n")
-        figures[section] = [f.as_dict() for f in found]
+        figures[section] = [f.as_dict() for f in times]
     env = environment()
     print(environment_line(env))
     write_json(options.json, {"environment": env, "size": options.size, "sections": figures})

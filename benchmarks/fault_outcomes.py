@@ -76,16 +76,17 @@ def _order(kind: str) -> int:
 
 
 def _kinds(outcome: Outcome, rank: int, expected: Any) -> Iterable[str]:
-    found = outcome.ranks[rank]
-    if found.error:
+    rank_outcome = outcome.ranks[rank]
+    if rank_outcome.error:
         yield next(
-            (meaning for words, meaning in _MEANINGS.items() if words in found.text), found.error
+            (meaning for words, meaning in _MEANINGS.items() if words in rank_outcome.text),
+            rank_outcome.error,
         )
     elif rank in outcome.killed:
         yield HANG
-    elif found.status and found.status < 0:
+    elif rank_outcome.status and rank_outcome.status < 0:
         yield ABORT
-    elif found.done and found.value != expected:
+    elif rank_outcome.done and rank_outcome.value != expected:
         yield WRONG
 
 
@@ -141,14 +142,14 @@ def monitored_outcome(
 
 
 def _message(fault: Fault, ranks: Sequence[RankOutcome]) -> str:
-    found = next(rank for rank in ranks if rank.error)
-    verdict = found.verdict or {}
+    failed = next(rank for rank in ranks if rank.error)
+    verdict = failed.verdict or {}
     named = verdict.get("ranks") or []
     ranks_text = (
         f"rank{'s' * (len(named) > 1)} {', '.join(map(str, named))}" if named else "equal votes"
     )
     field = f", {verdict['field']}" if verdict.get("field") and fault.fields else ""
-    return f"`{found.error}`: {ranks_text}{field}"
+    return f"`{failed.error}`: {ranks_text}{field}"
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

@@ -112,11 +112,11 @@ class FaultRow:
 def measured(runner: Runner, fault: Fault, passes: int, torch: bool) -> FaultRow:
     """Run a fault all three ways."""
     healthy = runner.run(fault, healthy=True)
-    found = monitored_outcome(
+    outcome = monitored_outcome(
         fault, [runner.run(fault) for _ in range(passes)], [rank.value for rank in healthy.ranks]
     )
     theirs = _of_torch(runner, fault) if torch and fault.in_torch else (None, None)
-    return FaultRow(fault, *theirs, found, not is_well(healthy))
+    return FaultRow(fault, *theirs, outcome, not is_well(healthy))
 
 
 def _of_torch(runner: Runner, fault: Fault) -> tuple[TorchOutcome, TorchOutcome]:
@@ -141,7 +141,7 @@ def table_row(row: FaultRow) -> list[str]:
     """Return a row as text."""
     times = row.ours.latencies_s
     ms = [f"{t * 1000:.0f}" for t in (percentile(times, 50), max(times))] if times else ["-", "-"]
-    torch = [found.text if found else "-" for found in (row.torch, row.detail)]
+    torch = [outcome.text if outcome else "-" for outcome in (row.torch, row.detail)]
     return [row.fault.text, *torch, row.ours.text, *ms]
 
 
@@ -185,26 +185,32 @@ def _torch_part(fault: Fault) -> tuple[str, str] | None:
 
 def summary(rows: Sequence[FaultRow]) -> tuple[Sequence[str], list[list[str]]]:
     """Count the outcomes over faults; for torch, over those that run there."""
-    found: dict[str, list[TorchOutcome] | list[MonitoredOutcome]] = {
+    by_library: dict[str, list[TorchOutcome] | list[MonitoredOutcome]] = {
         "torch": [row.torch for row in rows if row.torch],
         "torch, DETAIL": [row.detail for row in rows if row.detail],
         "shardmesh": [row.ours for row in rows],
     }
-    lines = [["faults", *(str(len(column)) for column in found.values())]]
+    lines = [["faults", *(str(len(column)) for column in by_library.values())]]
     for kind in (NOTHING, WRONG, HANG, CLOSED, ABORT):
         lines.append(
-            [kind, *(str(sum(kind in one.kinds for one in column)) for column in found.values())]
+            [
+                kind,
+                *(str(sum(kind in one.kinds for one in column)) for column in by_library.values()),
+            ]
         )
     lines.append(
         [
             "the outlier is named",
-            *(str(sum(one.named for one in column)) for column in found.values()),
+            *(str(sum(one.named for one in column)) for column in by_library.values()),
         ]
     )
     lines.append(
-        ["its line is named", *(str(sum(one.line for one in column)) for column in found.values())]
+        [
+            "its line is named",
+            *(str(sum(one.line for one in column)) for column in by_library.values()),
+        ]
     )
-    return ("", *found), lines
+    return ("", *by_library), lines
 
 
 def latencies(rows: Sequence[FaultRow]) -> tuple[Sequence[str], list[list[str]]]:
@@ -269,19 +275,19 @@ def document(rows: Sequence[FaultRow], alarms: Sequence[str], tried: int, comman
 
 
 def main() -> None:
-    given = arguments()
+    options = arguments()
     chosen = [
         fault
         for fault in FAULTS.values()
-        if fault.name in given.only
-        or fault.program.__module__.rpartition(".")[2] in given.part
-        or not (given.only or given.part)
+        if fault.name in options.only
+        or fault.program.__module__.rpartition(".")[2] in options.part
+        or not (options.only or options.part)
     ]
     rows, alarms = [], []
     with Runner() as runner:
         for fault in chosen:
             if fault.kinds:
-                rows.append(measured(runner, fault, given.passes, not given.ours))
+                rows.append(measured(runner, fault, options.passes, not options.ours))
                 print_row(rows[-1])
             if rows[-1].alarm if fault.kinds else not is_well(runner.run(fault)):
                 alarms.append(fault.name)
@@ -292,14 +298,14 @@ def main() -> None:
     show("In numbers, without these", *summary(alone))
     show("Time from the fault to the error", *latencies(rows))
     print(f"false alarms: {len(alarms)} in {len(chosen)} {', '.join(alarms)}")
-    found = {
+    outcomes = {
         "environment": environment(),
         "rows": [figures(row) for row in rows],
         "false_alarms": alarms,
     }
-    write_json(given.json, found)
+    write_json(options.json, outcomes)
     write_markdown(
-        given.markdown, document(rows, alarms, len(chosen), "python benchmarks/faults.py")
+        options.markdown, document(rows, alarms, len(chosen), "python benchmarks/faults.py")
     )
 
 
@@ -315,8 +321,8 @@ def figures(row: FaultRow) -> Mapping[str, Any]:
     times = [round(t, 4) for t in row.ours.latencies_s]
     theirs = {"torch": row.torch, "detail": row.detail}
     torch = {
-        name: found and {"kinds": found.kinds, "named": found.named}
-        for name, found in theirs.items()
+        name: outcome and {"kinds": outcome.kinds, "named": outcome.named}
+        for name, outcome in theirs.items()
     }
     return {
         "fault": row.fault.name,

@@ -368,15 +368,16 @@ class Section:
         ratios = (" / ".join(pair) for pair in self.ratios)
         return ["case", *(f"{name} us" for name in self.shown), *over, *ratios]
 
-    def row(self, found: CaseTimes) -> list[str]:
+    def row(self, case_times: CaseTimes) -> list[str]:
         times = [
-            found.times[name].best * 1e6 if name in found.times else None for name in self.shown
+            case_times.times[name].best * 1e6 if name in case_times.times else None
+            for name in self.shown
         ]
-        differences = [found.above(name) for name in self.over]
+        differences = [case_times.above(name) for name in self.over]
         return [
-            found.case,
+            case_times.case,
             *map(number, [*times, *differences]),
-            *(number(found.ratio(*pair), "x") for pair in self.ratios),
+            *(number(case_times.ratio(*pair), "x") for pair in self.ratios),
         ]
 
 
@@ -426,11 +427,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ]
     figures, document = {}, []
     for name, part in chosen.items():
-        found = merged([each[name] for each in passes])
-        rows = [part.row(f) for f in found]
+        times = merged([each[name] for each in passes])
+        rows = [part.row(f) for f in times]
         show(part.title, part.columns, rows)
         document.append(f"### {part.title}\n\n{markdown(part.columns, rows)}\n")
-        figures[name] = [f.as_dict() for f in found]
+        figures[name] = [f.as_dict() for f in times]
     env = environment() | {"spmd_types": setup.spmd_version}
     line = f"{environment_line(env)}, spmd_types {env['spmd_types']}"
     print(line)

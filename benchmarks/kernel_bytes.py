@@ -192,10 +192,11 @@ def traffic_of(work: Work) -> KernelTraffic:
         recording(accesses) as launches,
         np.errstate(all="ignore"),
     ):  # a GPU does not warn
-        made = tensors_in(work.ours(*work.inputs))
+        results = tensors_in(work.ours(*work.inputs))
     traffic = KernelTraffic(len(launches))
     data = [
-        (x.data_ptr(), x.data_ptr() + x.untyped_storage().nbytes()) for x in (*work.inputs, *made)
+        (x.data_ptr(), x.data_ptr() + x.untyped_storage().nbytes())
+        for x in (*work.inputs, *results)
     ]
     for access in accesses:
         first = int(access.addresses[access.mask].flat[0])
@@ -255,12 +256,12 @@ class TrafficMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        made = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         if not (func.is_view or func.overloadpacket.__name__ in FREE):
-            self._count(func, args, kwargs, made)
-        return made
+            self._count(func, args, kwargs, result)
+        return result
 
-    def _count(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
+    def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         name, targets = func.overloadpacket.__name__, written_arguments(func, args, kwargs)
         overwritten = (
             set() if name.endswith("_") and name not in OVERWRITING else {id(x) for x in targets}
@@ -269,7 +270,7 @@ class TrafficMode(TorchDispatchMode):
         self.moved.read += sum(
             distinct_bytes(x) for x in leaves((args, kwargs)) if id(x) not in overwritten
         )
-        self.moved.written += sum(distinct_bytes(x) for x in (targets or leaves(made)))
+        self.moved.written += sum(distinct_bytes(x) for x in (targets or leaves(result)))
 
 
 FREE = {
@@ -290,11 +291,14 @@ def leaves(tree: Any) -> list[Tensor]:
 
 def written_arguments(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Return the arguments that an operation writes to."""
-    given = {**dict(zip([a.name for a in func._schema.arguments], args, strict=False)), **kwargs}
+    arguments = {
+        **dict(zip([a.name for a in func._schema.arguments], args, strict=False)),
+        **kwargs,
+    }
     names = [
         a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write
     ]
-    return leaves([given.get(name) for name in names])
+    return leaves([arguments.get(name) for name in names])
 
 
 def distinct_bytes(x: Tensor) -> int:
@@ -355,17 +359,17 @@ def count(case: KernelCase, size: int) -> CaseTraffic:
     return CaseTraffic(case.name, work.elements, work.needed(), traffic_of(work), peers)
 
 
-def summary(found: Sequence[CaseTraffic]) -> str:
-    least = sum(one.ours.bytes <= one.needed for one in found)
+def summary(cases: Sequence[CaseTraffic]) -> str:
+    least = sum(one.ours.bytes <= one.needed for one in cases)
     ratios = [
         moved.bytes / one.ours.bytes
-        for one in found
+        for one in cases
         if one.ours.bytes
         for moved in one.peers.values()
     ]
     line = (
         f"Ours moves no more than the inputs and the results, each once, in {least} of "
-        f"{len(found)} cases"
+        f"{len(cases)} cases"
     )
     if not ratios:
         return line + "."
@@ -395,7 +399,7 @@ def percent(traffic: KernelTraffic, op: str) -> str:
     return "" if used is None else f"{100 * used:.0f} %"
 
 
-def document(found: Sequence[CaseTraffic], megabytes: float) -> str:
+def document(cases: Sequence[CaseTraffic], megabytes: float) -> str:
     environ = environment()
     command = shlex.join(["python", "benchmarks/kernel_bytes.py", *sys.argv[1:]])
     description = (__doc__ or "").split("\n\n", 2)[2]
@@ -406,8 +410,8 @@ def document(found: Sequence[CaseTraffic], megabytes: float) -> str:
             f"`{command}`, full tensors of {megabytes:g} MB, {RANKS} ranks, triton "
             f"{triton_version()}.",
             description.rstrip(),
-            markdown(COLUMNS, [row for one in found for row in one.rows()]),
-            summary(found),
+            markdown(COLUMNS, [row for one in cases for row in one.rows()]),
+            summary(cases),
             environment_line(environ),
         ]
     )
@@ -435,16 +439,16 @@ def main() -> None:
     chosen = [
         case for case in CASES if not args.only or any(text in case.name for text in args.only)
     ]
-    found = [count(case, int(args.size * MB)) for case in chosen]
+    traffic = [count(case, int(args.size * MB)) for case in chosen]
     show(
         "Bytes per element of the full tensor",
         COLUMNS,
-        [row for one in found for row in one.rows()],
+        [row for one in traffic for row in one.rows()],
     )
-    print(summary(found))
+    print(summary(traffic))
     write_markdown(
         args.markdown or str(RESULTS / f"{date.today().isoformat()}-kernel-bytes.md"),
-        document(found, args.size),
+        document(traffic, args.size),
     )
 
 

@@ -75,7 +75,7 @@ class Peer:
     """
 
     call: Call
-    exact: Call = field(default=lambda made: made)
+    exact: Call = field(default=lambda result: result)
     compiled: bool = False
     least: float | None = None
 
@@ -101,10 +101,10 @@ class Work:
         """Return the bytes that must be read or written: inputs and results, each once; 0 if the
         results are views.
         """
-        made = tensors_in(self.ours(*self.inputs))
-        if {storage_of(x) for x in made} <= {storage_of(x) for x in self.inputs}:
+        results = tensors_in(self.ours(*self.inputs))
+        if {storage_of(x) for x in results} <= {storage_of(x) for x in self.inputs}:
             return 0
-        return sum(x.nbytes for x in (*self.inputs, *made))
+        return sum(x.nbytes for x in (*self.inputs, *results))
 
 
 @dataclass(frozen=True)
@@ -124,9 +124,9 @@ class KernelCase:
     same: bool | None = True
 
 
-def tensors_in(made: Any) -> list[Tensor]:
+def tensors_in(results: Any) -> list[Tensor]:
     """Return a tensor, or a sequence of tensors, as a list."""
-    return [made] if isinstance(made, Tensor) else list(made)
+    return [results] if isinstance(results, Tensor) else list(results)
 
 
 def storage_of(x: Tensor) -> int:
@@ -135,11 +135,11 @@ def storage_of(x: Tensor) -> int:
 
 def disagreeing(case: KernelCase, work: Work) -> list[str]:
     """Return the peers whose results differ from ours."""
-    made = tensors_in(work.ours(*work.inputs))
+    results = tensors_in(work.ours(*work.inputs))
     return [
         name
         for name, peer in work.peers.items()
-        if not agree(made, peer.exact(peer.call(*work.inputs)), case.same)
+        if not agree(results, peer.exact(peer.call(*work.inputs)), case.same)
     ]
 
 
@@ -244,8 +244,8 @@ def uneven_pack_peers(shape: Sequence[int], dim: int) -> dict[str, Peer]:
     boxes = chunks(shape, dim)
     padded = (*shape[:dim], -(-shape[dim] // RANKS), *shape[dim + 1 :])
 
-    def without_padding(made: Tensor) -> Tensor:
-        parts = made.view(RANKS, *padded).unbind()
+    def without_padding(flat: Tensor) -> Tensor:
+        parts = flat.view(RANKS, *padded).unbind()
         return torch.cat(
             [
                 part.narrow(dim, 0, box[dim][1] - box[dim][0]).reshape(-1)
@@ -450,8 +450,10 @@ def bucket_unpacking(dim: int, even: bool, size: int, device: torch.device | str
         ]
         return [torch.cat(x.chunk(RANKS), dim) if dim else x for x in whole]
 
-    def without_padding(made: Sequence[Tensor]) -> list[Tensor]:
-        return [x.narrow(dim, 0, shape[dim]) for x, shape in zip(made, bucket.shapes, strict=True)]
+    def without_padding(padded: Sequence[Tensor]) -> list[Tensor]:
+        return [
+            x.narrow(dim, 0, shape[dim]) for x, shape in zip(padded, bucket.shapes, strict=True)
+        ]
 
     peers = {"FSDP2: split_with_sizes_copy": Peer(fsdp, without_padding)}
     return Work(

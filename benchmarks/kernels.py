@@ -181,11 +181,11 @@ def measured(case: KernelCase, megabytes: float, rounds: int, compiling: bool) -
         )
     peers = with_compiled(work, compiling)
     calls = {name: bound(peer.call, work) for name, peer in peers.items()}
-    found = medians({COPY: copying(size), OURS: bound(work.ours, work), **calls}, rounds)
+    times = medians({COPY: copying(size), OURS: bound(work.ours, work), **calls}, rounds)
     wanted = {OURS: case.target, **{name: peer.least for name, peer in peers.items()}}
     return [
         TimedPeer(
-            case.name, megabytes, who, found[who], size, found[COPY], found[OURS], wanted[who]
+            case.name, megabytes, who, times[who], size, times[COPY], times[OURS], wanted[who]
         )
         for who in (OURS, *peers)
     ]
@@ -217,9 +217,9 @@ def all_measured(
             yield from measured(case, megabytes, rounds, compiling)
 
 
-def summary(found: Sequence[TimedPeer]) -> str:
+def summary(peers: Sequence[TimedPeer]) -> str:
     """Return how many targets are met, and which are missed."""
-    wanted = [one for one in found if one.wanted is not None]
+    wanted = [one for one in peers if one.wanted is not None]
     missed = [f"{one.case}, {one.megabytes:g} MB: {one.who}" for one in wanted if one.missed]
     return f"{len(wanted) - len(missed)} of {len(wanted)} targets are met." + "".join(
         f"\n- missed: {one}" for one in missed
@@ -234,7 +234,7 @@ def hardware() -> str:
     )
 
 
-def document(found: Sequence[TimedPeer], rate: float) -> str:
+def document(peers: Sequence[TimedPeer], rate: float) -> str:
     import triton
 
     environ = environment()
@@ -245,19 +245,19 @@ def document(found: Sequence[TimedPeer], rate: float) -> str:
             f"triton {triton.__version__}. A device-to-device copy of 1 GB reads and writes "
             f"{rate / 1e9:.0f} GB/s.",
             (__doc__ or "").split("\n\n", 2)[2].rstrip(),
-            markdown(COLUMNS, [one.row() for one in found]),
-            summary(found),
+            markdown(COLUMNS, [one.row() for one in peers]),
+            summary(peers),
             environment_line(environ),
         ]
     )
 
 
-def figures(found: Sequence[TimedPeer], rate: float) -> dict[str, Any]:
+def figures(peers: Sequence[TimedPeer], rate: float) -> dict[str, Any]:
     return {
         "environment": environment(),
         "device": hardware(),
         "copy_rate": rate,
-        "cases": [vars(one) for one in found],
+        "cases": [vars(one) for one in peers],
     }
 
 
@@ -295,13 +295,13 @@ def main() -> None:
     rounds = QUICK_ROUNDS if args.quick else ROUNDS
     rate = copy_rate(rounds)
     print(f"{hardware()}: a copy reads and writes {rate / 1e9:.0f} GB/s", flush=True)
-    found = list(all_measured(cases, sizes, rounds, compiling=not args.quick))
-    show("Kernels", COLUMNS, [one.row() for one in found])
-    print(summary(found))
-    write_json(args.json, figures(found, rate))
+    peers = list(all_measured(cases, sizes, rounds, compiling=not args.quick))
+    show("Kernels", COLUMNS, [one.row() for one in peers])
+    print(summary(peers))
+    write_json(args.json, figures(peers, rate))
     write_markdown(
         args.markdown or str(RESULTS / f"{date.today().isoformat()}-kernels.md"),
-        document(found, rate),
+        document(peers, rate),
     )
 
 

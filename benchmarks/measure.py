@@ -67,14 +67,14 @@ def interleaved(
         together: called before each batch: a barrier, for collective calls.
     """
     counts = {name: _calls_per_batch(call, batch_s, agree) for name, call in calls.items()}
-    found: dict[str, list[float]] = {name: [] for name in calls}
+    times: dict[str, list[float]] = {name: [] for name in calls}
     order = random.Random(0)
     with _no_garbage_collection():
         for _ in range(rounds):
             for name in order.sample(list(calls), len(calls)):
                 together()
-                found[name].append(_batch(calls[name], counts[name]))
-    return {name: Times(tuple(seconds)) for name, seconds in found.items()}
+                times[name].append(_batch(calls[name], counts[name]))
+    return {name: Times(tuple(seconds)) for name, seconds in times.items()}
 
 
 def joined(times: Sequence[Times]) -> Times:

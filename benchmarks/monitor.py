@@ -110,8 +110,8 @@ class Switch:
 
     def __init__(self, mesh: sm.DeviceMesh) -> None:
         every = (*mesh.axis_names, tuple(mesh.axis_names))
-        found = {group.ranks: group for axes in every if (group := mesh.group(axes)).size > 1}
-        self._groups = list(found.values())
+        groups = {group.ranks: group for axes in every if (group := mesh.group(axes)).size > 1}
+        self._groups = list(groups.values())
         for group in self._groups:
             group.barrier()  # creates the recorder
         self._recorders = [group.recorder for group in self._groups]
@@ -136,16 +136,16 @@ def checked_group(ranks: Sequence[int]) -> dist.ProcessGroup:
     before = dist.get_debug_level()
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
-        made: Any = dist.new_group(list(ranks), use_local_synchronization=True)
+        handle: Any = dist.new_group(list(ranks), use_local_synchronization=True)
     finally:
         dist.set_debug_level(before)
-    backend = type(made._get_backend(torch.device("cpu"))).__name__
+    backend = type(handle._get_backend(torch.device("cpu"))).__name__
     if "Wrapper" not in backend:
         raise RuntimeError(
             f"with DebugLevel.DETAIL torch {torch.__version__} created a group with {backend}, "
             "which checks nothing"
         )
-    return made
+    return handle
 
 
 def measure_ranks(sections: Sequence[str], config: MonitorConfig) -> list[TimedCase]:
@@ -470,12 +470,12 @@ def tables(cases: Sequence[TimedCase]) -> list[tuple[str, Sequence[str], list[li
     moved = [row(case) for case in cases if case.section in ("collectives", "redistribute")]
     steps = [line for case in cases if case.section == "step" for line in step_rows(case)]
     host = [host_row(case) for case in cases if case.section == "host"]
-    found = (
+    figures = (
         ("communicating, gloo", COLUMNS, moved),
         ("the training example", STEP_COLUMNS, steps),
         ("host time", HOST_COLUMNS, host),
     )
-    return [table for table in found if table[2]]
+    return [table for table in figures if table[2]]
 
 
 # -- command line ----------------------------------------------------------------------------------
@@ -505,13 +505,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _options(arguments)
     config = QUICK if options.quick else FULL
     cases = run(options.only or SECTIONS, config)
-    found = tables(cases)
-    for table in found:
+    texts = tables(cases)
+    for table in texts:
         show(*table)
     env, lines = environment(), summary(cases)
     print("\n".join([*lines, environment_line(env)]))
     write_json(options.json, {"environment": env, "cases": [case.as_dict() for case in cases]})
-    text = [f"## {title}\n\n{markdown(columns, rows)}" for title, columns, rows in found]
+    text = [f"## {title}\n\n{markdown(columns, rows)}" for title, columns, rows in texts]
     write_markdown(
         options.markdown,
         "\n\n".join(["\n".join(f"- {line}" for line in lines), *text, environment_line(env)]),

@@ -103,8 +103,8 @@ def faulty_processes(count: int, first: int, at_once: int, raw: bool) -> Outcome
         f"{'raw ' * raw}{PROCESS_KINDS[n % len(PROCESS_KINDS)]} {first + n}" for n in range(count)
     ]
     with Runner("tests.faults.random_table") as runner, ThreadPoolExecutor(at_once) as pool:
-        found = pool.map(lambda name: run_faulty(runner, name), names)
-        for n, (name, (what, report)) in enumerate(zip(names, found, strict=True)):
+        outcomes = pool.map(lambda name: run_faulty(runner, name), names)
+        for n, (name, (what, report)) in enumerate(zip(names, outcomes, strict=True)):
             counts.add(name.rpartition(" ")[0].removeprefix("raw "), what, f"{name}: {report}")
             _print_progress(n, count, "on processes")
     return counts
@@ -122,17 +122,17 @@ class HealthyCounts:
 def count_healthy(
     run: Callable[[int], int], calls: int, seeds: Iterator[int], per_run: int = 1
 ) -> HealthyCounts:
-    found = HealthyCounts()
-    while found.calls < calls:
+    counts = HealthyCounts()
+    while counts.calls < calls:
         seed = next(seeds)
-        found.programs += per_run
+        counts.programs += per_run
         try:
-            found.calls += run(seed)
+            counts.calls += run(seed)
         except Exception as error:
-            found.alarms.append(f"seed {seed}: {error}")
+            counts.alarms.append(f"seed {seed}: {error}")
             print(f"FALSE ALARM: seed {seed}: {error}", flush=True)
-        _print_progress(found.calls, calls, "correct calls")
-    return found
+        _print_progress(counts.calls, calls, "correct calls")
+    return counts
 
 
 _last_printed: dict[str, float] = {}
@@ -208,11 +208,11 @@ def _write(
     for title, columns, rows in tables:
         show(title, columns, rows)
     print(environment_line(env))
-    found = {
+    figures = {
         title: [dict(zip(columns, row, strict=True)) for row in rows]
         for title, columns, rows in tables
     }
-    write_json(options.json, {"environment": env, **found})
+    write_json(options.json, {"environment": env, **figures})
     text = [f"## {title}\n\n{markdown(columns, rows)}" for title, columns, rows in tables]
     write_markdown(
         options.markdown,

@@ -54,20 +54,20 @@ class Timed:
 
 def makers(form: Form, setup: Setup, inductor: bool) -> dict[str, Callable[[], Steps]]:
     """Return what makes each implementation of a form."""
-    found: dict[str, Callable[[], Steps]] = {
+    by_name: dict[str, Callable[[], Steps]] = {
         name: lambda make=make: Steps(make(setup))
         for name, make in form.theirs.items()
         if inductor or name != form.peer
     }
-    found[OURS] = lambda: Steps(form.ours(setup))
+    by_name[OURS] = lambda: Steps(form.ours(setup))
     backends = {EAGER_BACKEND: "eager"} | ({INDUCTOR: "inductor"} if inductor else {})
-    found |= {
+    by_name |= {
         name: lambda backend=backend: Steps(form.ours(setup), backend)
         for name, backend in backends.items()
     }
     if inductor and setup.device == "cuda":
-        found[GRAPHS] = lambda: Steps(form.ours(setup), "inductor", cudagraphs=True)
-    return found
+        by_name[GRAPHS] = lambda: Steps(form.ours(setup), "inductor", cudagraphs=True)
+    return by_name
 
 
 def measure(form: Form, setup: Setup, rounds: int, inductor: bool) -> dict[str, Timed]:
@@ -76,10 +76,10 @@ def measure(form: Form, setup: Setup, rounds: int, inductor: bool) -> dict[str, 
     """
     on_cuda = setup.device == "cuda"
     synchronize = torch.cuda.synchronize if on_cuda else lambda: None
-    found: dict[str, Timed] = {}
+    times: dict[str, Timed] = {}
     calls: dict[str, Callable[[], None]] = {}
     for name, make in makers(form, setup, inductor).items():
-        timed = found[name] = Timed()
+        timed = times[name] = Timed()
         before = torch.cuda.memory_allocated() if on_cuda else 0
         try:
             steps = make()
@@ -95,7 +95,7 @@ def measure(form: Form, setup: Setup, rounds: int, inductor: bool) -> dict[str, 
             continue
         calls[name] = _timed(steps, timed, synchronize)
     interleaved(calls, rounds=rounds, batch_s=0, together=synchronize)
-    return found
+    return times
 
 
 def _timed(steps: Steps, timed: Timed, synchronize: Callable[[], None]) -> Callable[[], None]:
@@ -109,13 +109,13 @@ def _timed(steps: Steps, timed: Timed, synchronize: Callable[[], None]) -> Calla
     return call
 
 
-def rows_of(found: dict[str, Timed]) -> list[list[str]]:
+def rows_of(times: dict[str, Timed]) -> list[list[str]]:
     """Return the rows of a table; in the last column ours, eager, next to the eager ones, and ours
     compiled next to the compiled.
     """
-    middle = {name: statistics.median(one.step) for name, one in found.items() if one.step}
+    middle = {name: statistics.median(one.step) for name, one in times.items() if one.step}
     rows = []
-    for name, one in found.items():
+    for name, one in times.items():
         if one.failure:
             rows.append([name, "failed", "", "", one.failure])
             continue
@@ -149,15 +149,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     setup = Setup(QUICK if options.quick else FULL, RANKS, device=options.device)
-    found: dict[str, dict[str, Timed]] = {}
+    times: dict[str, dict[str, Timed]] = {}
     for form in FORMS:
-        found[form.name] = measure(
+        times[form.name] = measure(
             form, setup, options.rounds or (2 if options.quick else 20), options.inductor
         )
         show(
             f"{form.name}, one of {RANKS} ranks on {options.device}",
             COLUMNS,
-            rows_of(found[form.name]),
+            rows_of(times[form.name]),
         )
         torch.compiler.reset()
     env = environment()
@@ -167,11 +167,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         {
             "environment": env,
             "forms": {
-                name: {k: asdict(v) for k, v in each.items()} for name, each in found.items()
+                name: {k: asdict(v) for k, v in each.items()} for name, each in times.items()
             },
         },
     )
-    tables = [f"**{name}**\n\n{markdown(COLUMNS, rows_of(each))}" for name, each in found.items()]
+    tables = [f"**{name}**\n\n{markdown(COLUMNS, rows_of(each))}" for name, each in times.items()]
     write_markdown(options.markdown, "\n\n".join([*tables, environment_line(env)]))
 
 

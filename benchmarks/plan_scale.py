@@ -243,10 +243,10 @@ def in_fork(call: Callable[[PlanCase], Any], case: PlanCase, limit_s: float) -> 
     process.start()
     send.close()
     # EOFError if the fork failed; its traceback is on stderr.
-    found = receive.recv() if receive.poll(limit_s) else None
+    result = receive.recv() if receive.poll(limit_s) else None
     process.kill()
     process.join()
-    return found
+    return result
 
 
 def _send_result(send: Connection, call: Callable[[PlanCase], Any], case: PlanCase) -> None:
@@ -304,35 +304,37 @@ def table_row(case: PlanCase, figures: CaseFigures, limit_s: float) -> list[str]
     return [str(case), figures.steps or "-", peers, *seconds, *memory]
 
 
-def summary(found: Sequence[Result], limit_s: float) -> list[str]:
+def summary(results: Sequence[Result], limit_s: float) -> list[str]:
     """Summarize: the slowest case of each part, plans over a second, and growth with the world
     size.
     """
-    lines = [_slowest(part, found, limit_s) for part in ("plan", "explain", "rank")]
-    case, most = max(found, key=lambda one: one[1].allocated or 0)
+    lines = [_slowest(part, results, limit_s) for part in ("plan", "explain", "rank")]
+    case, most = max(results, key=lambda one: one[1].allocated or 0)
     lines.append(f"Largest allocation of Python: {(most.allocated or 0) / 1e6:.1f} MB ({case}).")
-    over = [str(case) for case, f in found if f.plan is None or f.plan > 1]
+    over = [str(case) for case, f in results if f.plan is None or f.plan > 1]
     lines.append(
         f"Plans that take more than a second: {len(over)}{': ' * bool(over)}{'; '.join(over)}."
     )
-    return [*lines, *_growth(found)]
+    return [*lines, *_growth(results)]
 
 
-def _slowest(part: str, found: Sequence[Result], limit_s: float) -> str:
-    done = [(case, seconds) for case, f in found if (seconds := getattr(f, part)) is not None]
+def _slowest(part: str, results: Sequence[Result], limit_s: float) -> str:
+    done = [(case, seconds) for case, f in results if (seconds := getattr(f, part)) is not None]
     case, most = max(done, key=lambda one: one[1])
-    late = f", {len(found) - len(done)} over {limit_s:g} s" if len(done) < len(found) else ""
+    late = f", {len(results) - len(done)} over {limit_s:g} s" if len(done) < len(results) else ""
     middle = statistics.median(seconds for _, seconds in done)
     return f"{part}: median {middle * 1e3:.2f} ms, slowest {most * 1e3:.1f} ms ({case}){late}."
 
 
-def _growth(found: Sequence[Result]) -> Iterator[str]:
+def _growth(results: Sequence[Result]) -> Iterator[str]:
     """Compare planning on the largest and the smallest mesh, by number of axes, flat and with
     nodes.
     """
-    for ndim, nodes in product(sorted({len(case.mesh) for case, _ in found}), (False, True)):
+    for ndim, nodes in product(sorted({len(case.mesh) for case, _ in results}), (False, True)):
         chosen = [
-            (c, f.plan) for c, f in found if len(c.mesh) == ndim and c.has_nodes == nodes and f.plan
+            (c, f.plan)
+            for c, f in results
+            if len(c.mesh) == ndim and c.has_nodes == nodes and f.plan
         ]
         meshes = sorted({case.mesh for case, _ in chosen}, key=math.prod)
         if len(meshes) < 2:
@@ -369,13 +371,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not options.only or str(m) in options.only
     ]
     warm_up()
-    found = list(run(cases(meshes), options.limit))
-    rows = [table_row(case, figures, options.limit) for case, figures in found]
+    results = list(run(cases(meshes), options.limit))
+    rows = [table_row(case, figures, options.limit) for case, figures in results]
     title = "planning, f32[262144, 262144] (uneven: [262139, 262141]) on meshes without devices"
     show(title, COLUMNS, rows)
-    env, lines = environment(), summary(found, options.limit)
+    env, lines = environment(), summary(results, options.limit)
     print("\n".join([*lines, environment_line(env)]))
-    figures = [{"case": str(case), "ranks": math.prod(case.mesh), **asdict(f)} for case, f in found]
+    figures = [
+        {"case": str(case), "ranks": math.prod(case.mesh), **asdict(f)} for case, f in results
+    ]
     write_json(
         options.json,
         {"environment": env, "limit_s": options.limit, "cases": figures, "summary": lines},

@@ -318,8 +318,10 @@ def _timed(calls: dict[str, Call], results: Results, config: RedistributeConfig)
 
 
 def _times(calls: dict[str, Call], rounds: int, batch_s: float) -> dict[str, Times]:
-    mine = interleaved(calls, rounds=rounds, batch_s=batch_s, agree=_largest, together=dist.barrier)
-    everyone = _gathered(mine)
+    own_times = interleaved(
+        calls, rounds=rounds, batch_s=batch_s, agree=_largest, together=dist.barrier
+    )
+    everyone = _gathered(own_times)
     return {name: slowest([times[name] for times in everyone]) for name in calls}
 
 
@@ -332,27 +334,27 @@ def _counted(name: str, call: Call, full: Tensor, dst: sm.Layout) -> Result:
     """
     if name == OURS:
         with sm.debug.comm_budget() as used:
-            found = call()
+            result = call()
         return Result(
-            used.bytes_received, used.bytes_received, used.launches, _is_right(found, full, dst)
+            used.bytes_received, used.bytes_received, used.launches, _is_right(result, full, dst)
         )
     with CountFunctional() as theirs, use_min_cost_redistribution_plan(name == MIN_COST):
-        found = call()
+        result = call()
     return Result(
         theirs.received,
         theirs.received - theirs.saved_on_gpu,
         theirs.launches,
-        _is_right(found, full, dst),
+        _is_right(result, full, dst),
     )
 
 
-def _is_right(found: Tensor, full: Tensor, dst: sm.Layout) -> bool:
+def _is_right(part: Tensor, full: Tensor, dst: sm.Layout) -> bool:
     """Return whether this rank's part is correct. For pending values, only their sum must be."""
     if dst.pending:
-        found = found.clone()
-        dst.mesh.group(tuple(dst.pending)).all_reduce(found)  # type: ignore[attr-defined]
+        part = part.clone()
+        dst.mesh.group(tuple(dst.pending)).all_reduce(part)  # type: ignore[attr-defined]
     right = full[tuple(slice(start, stop) for start, stop in dst.box)]
-    return found.shape == right.shape and bool(torch.equal(found, right))
+    return part.shape == right.shape and bool(torch.equal(part, right))
 
 
 def _busiest(ranks: Sequence[Result]) -> Result:
@@ -406,34 +408,34 @@ MESH_COLUMNS = (
 )
 
 
-def mesh_rows(found: Sequence[PairResults]) -> list[list[str]]:
+def mesh_rows(pairs: Sequence[PairResults]) -> list[list[str]]:
     """Return a row per mesh and one for all: geometric means, and the worst in parentheses."""
-    meshes = list(dict.fromkeys(pair.mesh for pair, _ in found))
-    rows = [_mesh_row(str(mesh), [f for f in found if f[0].mesh == mesh]) for mesh in meshes]
-    return [*rows, _mesh_row("all", found)]
+    meshes = list(dict.fromkeys(pair.mesh for pair, _ in pairs))
+    rows = [_mesh_row(str(mesh), [f for f in pairs if f[0].mesh == mesh]) for mesh in meshes]
+    return [*rows, _mesh_row("all", pairs)]
 
 
-def _mesh_row(name: str, found: Sequence[PairResults]) -> list[str]:
+def _mesh_row(name: str, pairs: Sequence[PairResults]) -> list[str]:
     over = [
-        _spread([r[who].received / b for b, r in _bounded(found)], max)
+        _spread([r[who].received / b for b, r in _bounded(pairs)], max)
         for who in (GREEDY, MIN_COST, OURS)
     ]
-    timed = _communicating(found)
+    timed = _communicating(pairs)
     faster = [_spread([r[who].median / r[OURS].median for _, r in timed], min) for who in THEIRS]
-    launches = [str(sum(r[who].launches for _, r in found)) for who in (GREEDY, MIN_COST, OURS)]
-    return [name, str(len(found)), str(len(timed)), *over, " : ".join(launches), *faster]
+    launches = [str(sum(r[who].launches for _, r in pairs)) for who in (GREEDY, MIN_COST, OURS)]
+    return [name, str(len(pairs)), str(len(timed)), *over, " : ".join(launches), *faster]
 
 
-def _bounded(found: Sequence[PairResults]) -> list[tuple[int, Results]]:
+def _bounded(pairs: Sequence[PairResults]) -> list[tuple[int, Results]]:
     """Return bound and results of the pairs that must communicate and reduce nothing."""
-    return [(bound, results) for pair, results in found if (bound := pair.bound())]
+    return [(bound, results) for pair, results in pairs if (bound := pair.bound())]
 
 
-def _communicating(found: Sequence[PairResults]) -> list[PairResults]:
+def _communicating(pairs: Sequence[PairResults]) -> list[PairResults]:
     """Return the pairs that communicate, are timed and have correct results."""
     return [
         (p, r)
-        for p, r in found
+        for p, r in pairs
         if p.timed and r[OURS].launches and all(x.right for x in r.values())
     ]
 
@@ -442,22 +444,22 @@ def _spread(values: Sequence[float], worst: Callable[[Sequence[float]], float]) 
     return f"{statistics.geometric_mean(values):.2f} ({worst(values):.2f})" if values else "-"
 
 
-def summary(found: Sequence[PairResults]) -> list[str]:
+def summary(pairs: Sequence[PairResults]) -> list[str]:
     """Summarize the table: bytes, launches and time against their targets."""
     lines = [
-        _bytes_line(found),
-        _launches_line(found),
-        *(_time_line(found, name) for name in THEIRS),
-        _slower_line(found),
+        _bytes_line(pairs),
+        _launches_line(pairs),
+        *(_time_line(pairs, name) for name in THEIRS),
+        _slower_line(pairs),
     ]
     wrong = [
-        f"{pair} ({name})" for pair, results in found for name, r in results.items() if not r.right
+        f"{pair} ({name})" for pair, results in pairs for name, r in results.items() if not r.right
     ]
     return [*lines, *([f"Wrong results: {'; '.join(wrong)}."] if wrong else [])]
 
 
-def _bytes_line(found: Sequence[PairResults]) -> str:
-    bounded = _bounded(found)
+def _bytes_line(pairs: Sequence[PairResults]) -> str:
+    bounded = _bounded(pairs)
     parts = [
         f"{name} {_spread([r[name].received / b for b, r in bounded], max)}"
         for name in (GREEDY, MIN_COST, OURS)
@@ -470,19 +472,19 @@ def _bytes_line(found: Sequence[PairResults]) -> str:
     )
 
 
-def _launches_line(found: Sequence[PairResults]) -> str:
+def _launches_line(pairs: Sequence[PairResults]) -> str:
     totals = ", ".join(
-        f"{sum(r[name].launches for _, r in found)} by {name}" for name in (GREEDY, MIN_COST, OURS)
+        f"{sum(r[name].launches for _, r in pairs)} by {name}" for name in (GREEDY, MIN_COST, OURS)
     )
-    more = [str(p) for p, r in found if r[OURS].launches > min(r[name].launches for name in THEIRS)]
+    more = [str(p) for p, r in pairs if r[OURS].launches > min(r[name].launches for name in THEIRS)]
     return (
         f"Collectives launched: {totals}; pairs in which ours launches more than either: "
         f"{_listed(more)}."
     )
 
 
-def _time_line(found: Sequence[PairResults], name: str) -> str:
-    timed = _communicating(found)
+def _time_line(pairs: Sequence[PairResults], name: str) -> str:
+    timed = _communicating(pairs)
     ratios = [r[name].median / r[OURS].median for _, r in timed]
     wasteful = [
         r[name].median / r[OURS].median
@@ -496,9 +498,9 @@ def _time_line(found: Sequence[PairResults], name: str) -> str:
     )
 
 
-def _slower_line(found: Sequence[PairResults]) -> str:
+def _slower_line(pairs: Sequence[PairResults]) -> str:
     slow = []
-    for pair, r in found:
+    for pair, r in pairs:
         best = min((r[name].median for name in THEIRS if r[name].right), default=math.nan)
         if r[OURS].median > TOO_SLOW * best:
             slow.append(f"{pair} ({r[OURS].median / best:.2f}x)")
@@ -538,20 +540,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _options(arguments)
     size = 64 if options.quick else options.size
     config = RedistributeConfig(3, 0) if options.quick else RedistributeConfig(5, 1e-2)
-    found = list(run(chosen_pairs(size, options.only, options.quick), config, options.calibrate))
-    rows = [table_row(*one) for one in found if one[0].timed]
-    means = mesh_rows(found)
+    pairs = list(run(chosen_pairs(size, options.only, options.quick), config, options.calibrate))
+    rows = [table_row(*one) for one in pairs if one[0].timed]
+    means = mesh_rows(pairs)
     title = (
         f"redistribute, f32[{size}, {size}] (uneven: [{size - 3}, {size - 9}]), "
         f"gloo{', ours calibrated' * options.calibrate}"
     )
     show(title, COLUMNS, rows)
     show("by mesh", MESH_COLUMNS, means)
-    env, lines = environment(), summary(found)
+    env, lines = environment(), summary(pairs)
     print("\n".join([*lines, environment_line(env)]))
     figures = [
         {"pair": str(p), "bound": p.bound(), **{name: x.as_dict() for name, x in r.items()}}
-        for p, r in found
+        for p, r in pairs
     ]
     write_json(
         options.json,

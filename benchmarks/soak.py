@@ -278,8 +278,8 @@ def main(arguments: Sequence[str]) -> None:
     if not options.redraw:
         if options.steps:
             with tempfile.TemporaryDirectory() as folder:
-                given: Any = (options.steps, options.every, options.save_every, folder)
-                samples["training"] = sm.launch(train, options.ranks, given)
+                run_options: Any = (options.steps, options.every, options.save_every, folder)
+                samples["training"] = sm.launch(train, options.ranks, run_options)
         if options.requests:
             samples["serving"] = sm.launch(serve, options.ranks, (options.requests, options.every))
         env = environment()

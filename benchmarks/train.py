@@ -102,12 +102,12 @@ def measure_rank(
     logging.getLogger("torch").setLevel(logging.ERROR)
     setup = Setup(config.size, config.ranks, config.fused)
     expected = losses_alone(setup)
-    found = {name: first_steps(partial(MAKERS[name], setup)) for name in names}
-    check_losses({name: use for name, (_, use) in found.items()}, expected)
-    steps = {name: training.step for name, (training, _) in found.items()}
+    losses = {name: first_steps(partial(MAKERS[name], setup)) for name in names}
+    check_losses({name: use for name, (_, use) in losses.items()}, expected)
+    steps = {name: training.step for name, (training, _) in losses.items()}
     costs = time_interleaved(steps, lambda _: None, config.rounds, 1, dist.barrier)
     return (
-        {name: use for name, (_, use) in found.items()},
+        {name: use for name, (_, use) in losses.items()},
         TimedCase("train", "a training step", 0, costs),
         expected,
     )
@@ -115,14 +115,14 @@ def measure_rank(
 
 def losses_alone(setup: Setup) -> list[float]:
     """Return the losses of one process, computed on rank 0."""
-    found = torch.zeros(FIRST_STEPS, dtype=torch.float64)
+    losses = torch.zeros(FIRST_STEPS, dtype=torch.float64)
     if setup.line.get_rank() == 0:
         training = alone(setup)
-        found = torch.tensor(
+        losses = torch.tensor(
             [training.step().item() for _ in range(FIRST_STEPS)], dtype=torch.float64
         )
-    dist.broadcast(found, 0)
-    return found.tolist()
+    dist.broadcast(losses, 0)
+    return losses.tolist()
 
 
 def first_steps(make: Callable[[], Training]) -> tuple[Training, Usage]:
@@ -197,9 +197,9 @@ def _mb(count: int) -> str:
     return f"{count / 1e6:.2f}"
 
 
-def pair_row(pair: Pair, found: dict[str, StepFigures]) -> list[str]:
+def pair_row(pair: Pair, figures: dict[str, StepFigures]) -> list[str]:
     """Return the ratios of ours to theirs."""
-    ours, theirs = found[pair.ours], found[pair.theirs]
+    ours, theirs = figures[pair.ours], figures[pair.theirs]
     times = ((ours.cost.wall, theirs.cost.wall), (ours.cost.cpu, theirs.cost.cpu))
     ratios = [_ratio(one, other) for one, other in times]
     ratios += [
@@ -248,8 +248,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _options(arguments)
     config = replace(QUICK if options.quick else FULL, fused=options.fused)
     pairs = [pair for pair in PAIRS if not options.only or pair.name in options.only]
-    found = run(pairs, config)
-    rows, ratios = [one.row() for one in found.values()], [pair_row(pair, found) for pair in pairs]
+    figures = run(pairs, config)
+    rows, ratios = (
+        [one.row() for one in figures.values()],
+        [pair_row(pair, figures) for pair in pairs],
+    )
     show(
         f"a training step, {config.ranks} gloo processes{', fused AdamW' * config.fused}",
         COLUMNS,
@@ -263,7 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         {
             "environment": env,
             "config": asdict(config),
-            "implementations": [one.as_dict() for one in found.values()],
+            "implementations": [one.as_dict() for one in figures.values()],
         },
     )
     tables = [markdown(COLUMNS, rows), markdown(PAIR_COLUMNS, ratios)]

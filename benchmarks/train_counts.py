@@ -62,7 +62,7 @@ def received(name: str, args: Any) -> int:
     Raises:
         NotImplementedError: for a collective without a rule.
     """
-    group = next(found for x in reversed(args) if (found := _group(x)) is not None)
+    group = next(member_group for x in reversed(args) if (member_group := _group(x)) is not None)
     n, first = group.size(), _bytes(args[0])
     # The first argument is the output.
     if name in ("_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_"):

@@ -5,11 +5,14 @@ r"""Training that goes on when a rank is killed, on the others, from the state t
     step 30    rank 2 is killed in its forward: the others leave the step and agree on who is left
                rank 0 [0:4]    rank 1 [0:4]     rank 3 [0:4]       mesh (replicas=3, shards=1)
     step 30    is taken again
+    step 55    a process in the place of rank 2 has been started, and joins as rank 4
+               rank 0 [0:2]   rank 1 [2:4]   rank 3 [0:2]   rank 4 [2:4]
 
 A small model learns to predict the bytes of this file. Each rank has its rows of the batch.
 
     python examples/elastic.py              four local processes
     python examples/elastic.py --kill       the same, and one of them is killed halfway
+    python examples/elastic.py --kill --restart    and started again, while the others go on
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +34,7 @@ from shardmesh import P
 
 CONTEXT, WIDTH, ROWS = 16, 64, 96
 KILLED = 2
+PACE_S = 0.3  # of a step after the loss, if a process is to come that has to import torch first
 
 
 class Options(NamedTuple):
@@ -38,6 +43,7 @@ class Options(NamedTuple):
     ranks: int
     steps: int
     kill: bool
+    restart: bool
 
 
 def make_mesh(ranks: int) -> sm.DeviceMesh:
@@ -71,10 +77,20 @@ def data(text: Tensor, index: int, mesh: sm.DeviceMesh) -> tuple[Any, Any]:
 
 
 def step(
-    fatal: int, number: list[int], state: dict[str, Any], batch: tuple[Any, Any], mesh: Any
+    fatal: int,
+    pace_s: float,
+    number: list[int],
+    state: dict[str, Any],
+    batch: tuple[Any, Any],
+    mesh: Any,
 ) -> float:
-    """Take one optimizer step; in the attempt of this number the process is killed."""
+    """Take one optimizer step; in the attempt of this number the process is killed.
+
+    While a rank is missing, a step takes `pace_s` and more.
+    """
     number[0] += 1
+    if mesh.ranks.size < number[1]:
+        time.sleep(pace_s)
     inputs, targets = batch
     loss = F.cross_entropy(state["model"](inputs), targets)
     if number[0] == fatal:
@@ -90,11 +106,13 @@ def step(
 def main(options: Options) -> list[float]:
     """Train on this rank, and return the losses."""
     text = torch.tensor(list(Path(__file__).read_bytes()))
-    is_killed = options.kill and int(os.environ["RANK"]) == KILLED
+    is_new = "SHARDMESH_ELASTIC_JOIN" in os.environ
+    is_killed = options.kill and int(os.environ["RANK"]) == KILLED and not is_new
     fatal = options.steps // 2 + 1 if is_killed else 0
+    pace_s = PACE_S if options.restart else 0.0
     run = sm.elastic.run(
         build,
-        partial(step, fatal, [0]),
+        partial(step, fatal, pace_s, [0, options.ranks]),
         partial(data, text),
         make_mesh=make_mesh,
         steps=options.steps,
@@ -112,8 +130,8 @@ def report(run: Any, steps: int) -> None:
         if number in events:
             event = events[number]
             print(
-                f"      lost {event.lost}, on with {event.ranks} after {event.seconds:.2f} s: "
-                f"{event.reason}"
+                f"      lost {event.lost}, joined {event.joined}, on with {event.ranks} after "
+                f"{event.seconds:.2f} s: {event.reason}"
             )
         if number % max(1, steps // 10) == 0 or number == steps - 1:
             print(f"{number:4}  {run.losses[number]:.4f}")
@@ -124,5 +142,7 @@ if __name__ == "__main__":
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--kill", action="store_true", help=f"kill rank {KILLED} halfway")
+    parser.add_argument("--restart", action="store_true", help="start it again")
     chosen = Options(**vars(parser.parse_args()))
-    sm.launch(main, chosen.ranks, (chosen,), elastic=True)
+    restarts = int(chosen.restart)
+    sm.launch(main, chosen.ranks, (chosen,), elastic=True, restarts=restarts)

@@ -103,10 +103,9 @@ def train(options, mesh):
         if has_to_end and step < options.steps:
             return say(f"saved step {step}; run it again to go on")
     learned = [label != -100 for label in documents[0]["labels"]].index(True)
-    ids = torch.tensor([documents[0]["input_ids"][: max(learned, 16)]])
-    prompt = sm.device_put(ids, mesh, P())
+    prompt = torch.tensor([documents[0]["input_ids"][: max(learned, 16)]], device=mesh.device)
     how = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 40, "do_sample": False}
-    say(tokenizer.decode(model.eval().generate(prompt, pad_token_id=0, **how).full_tensor()[0]))
+    say(tokenizer.decode(model.eval().generate(prompt, pad_token_id=0, **how)[0]))
     merged = model.merge_and_unload() if options.lora and not options.apart else model
     state = sm.checkpoint.full_state_dict(merged)
     if mesh.get_rank() == 0:

@@ -4,7 +4,8 @@ the ranks between uses.
     y = x W' + x A' B'        W is frozen and gathered for use; A and B are trained, and only they
                               have gradients and optimizer state
 
-LoRA: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", https://arxiv.org/abs/2106.09685
+LoRA: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models",
+https://arxiv.org/abs/2106.09685
 
     python examples/lora.py                         4 ranks simulated in this process
     python examples/lora.py --launch 4              4 local processes

@@ -11,7 +11,8 @@ Ownership is an ordinary layout: rows in parts of lengths (0, rows, 0), written 
 sizes={"fsdp": (0, rows, 0)}). `redistribute_many` therefore does both moves, for any shapes. Owners
 are chosen to balance the cost of the multiplications.
 
-Muon: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks", https://kellerjordan.github.io/posts/muon
+Muon: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks",
+https://kellerjordan.github.io/posts/muon
 
     python examples/muon.py                         4 ranks simulated in this process
     python examples/muon.py --launch 4              4 local processes

@@ -52,14 +52,14 @@ def unflatten(structure: Any, leaves: Sequence[Any]) -> Any:
     """Return the tree with this structure, one of `flatten`, and these leaves."""
     if isinstance(structure, pytree.TreeSpec):
         return pytree.tree_unflatten(leaves, structure)
-    return _built(structure, iter(leaves))
+    return _rebuild(structure, iter(leaves))
 
 
-def _built(structure: Any, leaves: Iterator[Any]) -> Any:
+def _rebuild(structure: Any, leaves: Iterator[Any]) -> Any:
     if structure is None:
         return next(leaves)
     kind, names, parts = structure
-    branches = [next(leaves) if part is None else _built(part, leaves) for part in parts]
+    branches = [next(leaves) if part is None else _rebuild(part, leaves) for part in parts]
     if kind is list:
         return branches
     return tuple(branches) if kind is tuple else dict(zip(names, branches, strict=True))

@@ -126,10 +126,12 @@ class Pool:
         assert self.store
         assert self.folder
         context = mp.get_context("spawn")
-        mine, theirs = context.Pipe()
+        own_pipe, worker_pipe = context.Pipe()
         stacks = Path(self.folder.name) / str(rank)
         process = context.Process(
-            target=_serve, args=(os.getpid(), theirs, str(stacks)), name=f"pool{self.size}-{rank}"
+            target=_serve,
+            args=(os.getpid(), worker_pipe, str(stacks)),
+            name=f"pool{self.size}-{rank}",
         )
         environment = self.environment | {
             "RANK": str(rank),
@@ -139,8 +141,8 @@ class Pool:
         }
         with _spawning(environment | {"OMP_NUM_THREADS": "1"}):
             process.start()
-            self.workers.append(Worker(process, mine, stacks))
-        theirs.close()
+            self.workers.append(Worker(process, own_pipe, stacks))
+        worker_pipe.close()
 
     def _call(self, call: bytes, timeout: float) -> list[Reply]:
         for worker in self.workers:

@@ -101,11 +101,11 @@ def add_marks(items: Sequence[pytest.Item]) -> None:
     for cases in _by_function(items).values():
         for mark in cases[0].iter_markers("one_in"):
             values = [_values(case, mark.kwargs.get("each", ())) for case in cases]
-            kept = select_cases(
+            selected = select_cases(
                 values, [case.name.partition("[")[2] for case in cases], *mark.args, **mark.kwargs
             )
             for number, case in enumerate(cases):
-                if number not in kept:
+                if number not in selected:
                     case.add_marker(pytest.mark.slow)
         for case in cases:
             if case.get_closest_marker("slow") and not case.get_closest_marker("timeout"):
@@ -124,23 +124,23 @@ def longest_first(items: list[pytest.Item]) -> None:
 
 
 def _by_function(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Item]]:
-    found: dict[str, list[pytest.Item]] = {}
+    items_of: dict[str, list[pytest.Item]] = {}
     for item in items:
-        found.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    return found
+        items_of.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return items_of
 
 
 def _values(case: pytest.Item, wanted: Iterable[str]) -> dict[str, Hashable]:
     """Return the values of parameters, or of their attributes ("case.kind"); ids of values that are
     not hashable.
     """
-    found = {}
+    values = {}
     for name in wanted:
         parameter, _, attribute = name.partition(".")
         value = case.callspec.params[parameter]  # type: ignore[attr-defined]
         value = getattr(value, attribute) if attribute else value
-        found[name] = value if _is_hashable(value) else id(value)
-    return found
+        values[name] = value if _is_hashable(value) else id(value)
+    return values
 
 
 def _is_hashable(value: Any) -> bool:
@@ -167,14 +167,14 @@ def select_cases(
         names: names of the cases, without the function's name.
     """
     order = sorted(range(len(names)), key=lambda number: (crc32(names[number].encode()), number))
-    kept, seen = [], set()
+    selected, seen = [], set()
     for number in order:
         new = {(name, values[number][name]) for name in each} - seen
         if new:
-            kept.append(number)
+            selected.append(number)
             seen |= new
-    rest = [number for number in order if number not in set(kept)]
-    return {*kept, *rest[: max(0, math.ceil(len(names) / n) - len(kept))]}
+    rest = [number for number in order if number not in set(selected)]
+    return {*selected, *rest[: max(0, math.ceil(len(names) / n) - len(selected))]}
 
 
 def _mark_fast(cases: Sequence[pytest.Item]) -> None:

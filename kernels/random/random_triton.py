@@ -17,8 +17,8 @@ Negation is a multiplication by -1, for Triton's subtracts from zero, which make
 """
 
 # The language of kernels is not quite Python:
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
-# pyright: reportInvalidTypeForm=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportInvalidTypeForm=false, reportOperatorIssue=false
 
 from __future__ import annotations
 

@@ -159,6 +159,8 @@ class ThreadContext(threading.local):
         elementwise_step: which of torch's optimizer steps over lists runs, "foreach" or "fused";
             None for others.
         weights: those of the forward whose backward is to be split (`SplitBackward.recording`).
+        in_joined_function: whether a function runs whose forward and backward are two graphs
+            (`jit/joined.py`), also where it runs eagerly; a split backward does not look inside.
         runs_opaque: whether a graph runs a function as it is; modules in it use the parameters that
             it was passed.
         segment_calls: the collectives of the compiled segment that runs, as functions of x that
@@ -193,6 +195,7 @@ class ThreadContext(threading.local):
     schedule: Any = None
     elementwise_step: str | None = None
     weights: Any = None
+    in_joined_function: bool = False
     runs_opaque: bool = False
     segment_calls: Sequence[Callable[[Any], Any]] = ()
     last_draw: tuple[int, int] | None = None

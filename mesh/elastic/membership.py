@@ -1,6 +1,8 @@
 """`Membership`: one process's part in a job that loses ranks and goes on. It runs the protocol.
 
     a step       vote() and commit() are barriers of the members
+    a change     who_changes()      between two steps: tells who leaves, and which processes join
+                 pause()            leaves the collectives of the job, as all members do
     a failure    interrupt(error)   leaves the collectives of the job, and lets the others know
                  agree()            reports, decides or waits for the decision, and adopts it
                  regroup()          process groups, world and monitor of the members that go on
@@ -19,7 +21,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,22 +41,34 @@ from ..monitor.process_hooks import forget_monitor
 from ..monitor.recording.job_directory import may_span_hosts
 from ..monitor.startup.rank_info import RankInfo, machine, own_rank_info
 from ..monitor.store_keys import StoreKeys
-from ..processes.process import ProcessWorld, process_world
-from ..settings import settings
+from ..processes.process import ProcessWorld, default_store, process_world
+from ..settings import monotonic_ns, settings
 from ..text import ranks_text
-from . import protocol
-from .messages import Failure, ToldDecision, ToldReport, kind_of_reason, shortened_reason
+from . import joining, protocol
+from .joining import Entry
+from .messages import (
+    Announcement,
+    Failure,
+    ToldDecision,
+    ToldReport,
+    Welcome,
+    kind_of_reason,
+    shortened_reason,
+)
 from .presence import Presence
 from .protocol import Copy, Decision, Write
 from .rank_stores import Connection, StoreAddress, StoreGoneError, seen_from_here, serve_store
 
 _log = logging.getLogger(__name__)
 
-_KEYS = "shardmesh/elastic"
+_KEYS = joining.KEYS
 _FIRST_PAUSE_S, _PAUSE_S = 1e-3, 2e-2  # between looks at the store
 # To connect ranks that are known to be there: for the default group, which nothing ends, and for
 # others, less than SHARDMESH_EXIT_S, after which the watchdog ends the process.
 _START_S, _CONNECT_S = 30.0, 8.0
+_LOOK_S = 1.0  # between looks for processes that want to join
+_TO_LEAVE_S = 10.0  # that a rank which leaves waits for the others
+_NO_TOKEN = "0" * 16  # of a member
 _VOTE = CommTag("elastic: vote")
 _MOST_FAILURES = 2  # of one step for one reason, or of one rank
 
@@ -67,6 +81,13 @@ class ElasticJobError(RuntimeError):
     """A job cannot go on without the ranks that it has lost, or fails again and again."""
 
 
+class Change(NamedTuple):
+    """Which members leave after a step, and which processes become members; the same on all."""
+
+    leaving: tuple[int, ...]
+    joining: tuple[Announcement, ...]
+
+
 class Membership:
     """One process's part in a job that loses ranks.
 
@@ -76,8 +97,11 @@ class Membership:
         missing_parts: (version, ranks) -> the parts of it that none of these ranks holds, as the
             leader computes it.
         min_ranks: with fewer the job ends.
+        entry: what a process has that joins a job that runs; then `regroup` is next.
 
     Attributes:
+        size: the number of ranks at the start of the job.
+        min_ranks: with fewer members the job ends.
         member: what this rank knows, for the functions of the protocol.
         world: of the members of this epoch; before `regroup` that of the epoch before.
         failures: of the last decision.
@@ -92,7 +116,12 @@ class Membership:
     """
 
     def __init__(
-        self, world: World, write: Write, missing_parts: MissingParts, min_ranks: int = 1
+        self,
+        world: World,
+        write: Write,
+        missing_parts: MissingParts,
+        min_ranks: int = 1,
+        entry: Entry | None = None,
     ) -> None:
         monitor = monitor_of(world)
         is_watched = monitor is not None and settings().mode != "off"
@@ -109,22 +138,55 @@ class Membership:
         self._monitor = monitor
         self._suspended: list[Monitor] = []
         self._worlds_before: list[World] = []
-        self._missing_parts, self._min_ranks = missing_parts, min_ranks
-        self._prefix = f"{_KEYS}/{world.job}/{_jobs[world.job]}"
+        self._missing_parts, self.min_ranks = missing_parts, min_ranks
+        self._job = f"{world.job}/{_jobs[world.job]}" if entry is None else entry.job
+        self._prefix = f"{_KEYS}/{self._job}"
         _jobs[world.job] += 1
+        self._joining: dict[int, Announcement] = {}  # who become members by the next decision
+        self._taken: set[str] = set()  # the tokens of those that have asked
+        self._next_look = time.monotonic() + _LOOK_S
         self._failure: Failure | None = None
+        self._told: ToldDecision | None = None  # by which this epoch began
         self._failed: Counter[tuple[int, str]] = Counter()  # by step and reason
         self._failed_ranks: Counter[int] = Counter()
+        self._connection: tuple[int, Connection] | None = None
+        self._awaited: dict[int, float] = {}  # whose reports are missing, and since when
+        if entry is not None:
+            self._take_over(entry)
+            return
+        self.size = world.size
         self._backend = _backend_of_default_group()
         self.member = protocol.first_member(world.rank, range(world.size), 0, write)
         self._world_members = self.member.members  # by their ranks in the current world
         # those of the last epoch that all of its members have confirmed
         self._electorate = self.member.members
         self._store, self._infos, self._addresses = self._introduce()
-        self._connection: tuple[int, Connection] | None = None
-        self._awaited: dict[int, float] = {}  # whose reports are missing, and since when
-        self._presence = Presence(world.rank, self._infos, self._addresses, *_patience(monitor))
+        self._presence = Presence(world.rank, self._infos, self._addresses)
         self._prepare()
+        if world.rank == 0 and default_store() is not None:
+            joining.register(default_store(), self._job, self._announcements())
+
+    def _take_over(self, entry: Entry) -> None:
+        """Become a member by the decision in a welcome."""
+        welcome = entry.welcome
+        told = welcome.decision
+        self.size, self._backend = welcome.size, welcome.backend
+        self.member = protocol.joining_member(
+            welcome.rank, told.decision, welcome.host, welcome.write
+        )
+        self._world_members = self.member.members
+        self._electorate = told.decision.source.members
+        self._store = entry.store
+        self._infos = {rank: one.info for rank, one in welcome.members.items()}
+        self._addresses = {rank: one.address for rank, one in welcome.members.items()}
+        self._presence = Presence(welcome.rank, self._infos, self._addresses)
+
+    def _announcements(self) -> dict[int, Announcement]:
+        """Return who all members are and have been."""
+        return {
+            rank: Announcement(_NO_TOKEN, info, self._addresses[rank])
+            for rank, info in self._infos.items()
+        }
 
     def _introduce(self) -> tuple[TCPStore, dict[int, RankInfo], dict[int, StoreAddress]]:
         """Serve a store, and tell the others where, and which process this is."""
@@ -165,9 +227,14 @@ class Membership:
         self.member = protocol.enter_vote(protocol.enter_reductions(self.member))
         if torch.cuda.is_initialized():  # what is voted for must have arrived, not be queued
             torch.cuda.current_stream().synchronize()
+        asks = asks or self._has_announcements()
         vote = torch.tensor([int(asks)], dtype=torch.int32, device="cpu")
         self.world.group(range(self.world.size)).all_reduce(vote, "max", tag=_VOTE)
         return bool(vote)
+
+    def wait_for_all(self) -> None:
+        """Wait for all members. Raises: WatchError."""
+        self._barrier()
 
     def commit(self) -> None:
         """COMMIT -> COMPUTE, once all members have written. Raises: WatchError."""
@@ -188,11 +255,93 @@ class Membership:
         for world in self._worlds_before:
             world.end()
         self._suspended, self._worlds_before = [], []
+        self._joining = {}
 
     def _barrier(self) -> None:
         if torch.cuda.is_initialized():  # what is voted for must have arrived, not be queued
             torch.cuda.current_stream().synchronize()
         self.world.group(range(self.world.size)).barrier()
+
+    # -- a change between two steps ----------------------------------------------------------------
+
+    def _has_announcements(self) -> bool:
+        """Return whether processes want to join, on the rank that serves the store.
+
+        It looks once a second.
+        """
+        if self.member.rank != self.member.store_host or time.monotonic() < self._next_look:
+            return False
+        self._next_look = time.monotonic() + _LOOK_S
+        return bool(self._announced())
+
+    def _announced(self) -> list[Announcement]:
+        return [
+            one
+            for one in joining.announced(self._store, self._job)
+            if one.token not in self._taken and not one.info.is_gone()
+        ]
+
+    def who_changes(self, is_leaving: bool) -> Change:
+        """Tell all members whether this one leaves, and which processes have announced themselves.
+
+        Communication: one all_gather of small objects over all members.
+        """
+        is_host = self.member.rank == self.member.store_host
+        texts = [one.to_json() for one in self._announced()] if is_host else []
+        told = gather_facts(self.world.group(range(self.world.size)), (is_leaving, texts))
+        leaving = tuple(self._world_members[rank] for rank, (leaves, _) in told.items() if leaves)
+        announced = tuple(
+            Announcement.from_json(text) for _, of_rank in told.values() for text in of_rank
+        )
+        return Change(leaving, announced)
+
+    def pause(self, change: Change) -> None:
+        """COMPUTE -> interrupted, between two steps, as all members do."""
+        first = max(self._infos) + 1
+        for rank, one in enumerate(change.joining, first):
+            self._joining[rank] = one
+            self._infos[rank], self._addresses[rank] = one.info, one.address
+            self._presence.note_heard(rank, time.monotonic())
+            self._taken.add(one.token)
+        leaves = f"{ranks_text(change.leaving)} left" if change.leaving else ""
+        joins = f"{ranks_text(tuple(self._joining))} joined" if change.joining else ""
+        self.verdict = ", ".join(filter(None, (leaves, joins)))
+        self._presence.hear(change.leaving)
+        self._failure = None
+        self._suspend()
+        self.member = protocol.interrupt(self.member)
+
+    def _suspend(self) -> None:
+        if self._monitor is not None:
+            self._monitor.failed_at = self._monitor.failed_at or monotonic_ns()
+            self._monitor.suspend()
+            self._suspended.append(self._monitor)
+            self._monitor = None
+
+    def leave(self) -> None:
+        """Leave the job, after `pause`: wait until the others have agreed without this rank.
+
+        That all have reported says that none waits in a collective of this rank any more. Some of
+        them may have ended, so this does not wait for long.
+        """
+        if dist.is_initialized():
+            abandon_groups()
+        gone = self._presence.gone
+        stayers = [rank for rank in self.member.members if rank not in gone]
+        if not stayers:
+            return
+        host = stayers[0] if self.member.host in gone else self.member.host
+        epoch = self.member.epoch
+        deadline = time.monotonic() + _TO_LEAVE_S
+
+        def have_agreed(keys: StoreKeys) -> bool:
+            if not keys.has("decision"):
+                return False
+            return keys.read("decision", ToldDecision.from_json).decision.epoch > epoch
+
+        with contextlib.suppress(StoreGoneError):
+            while time.monotonic() < deadline and not self._ask(host, have_agreed):
+                time.sleep(_PAUSE_S)
 
     # -- a failure ---------------------------------------------------------------------------------
 
@@ -231,9 +380,7 @@ class Membership:
                     self._presence.note_heard(member, buffer.words[Header.HEARTBEAT] / 1e9)
             self._presence.suspect([self._world_members[rank] for rank in lost])
             self._note_failure(error, monitor)
-            monitor.suspend()
-            self._suspended.append(monitor)
-            self._monitor = None
+            self._suspend()
         if not protocol.is_interruptible(self.member):
             raise error
         self.member = protocol.interrupt(self.member)
@@ -291,6 +438,7 @@ class Membership:
         self.member = protocol.adopt(self.member, told.decision)
         self._failure = None
         self.failures = told.failures
+        self._told = told
         self._count_failures()
         return told.decision
 
@@ -319,10 +467,10 @@ class Membership:
                 "may be the ones that are cut off: of the ranks whose end nobody has seen they are "
                 "not more than half, so the others may go on"
             )
-        if len(survivors) < self._min_ranks:
+        if len(survivors) < self.min_ranks:
             raise ElasticJobError(
                 f"{len(survivors)} ranks are left of {len(self.member.members)}, and "
-                f"min_ranks={self._min_ranks}: {self.verdict}"
+                f"min_ranks={self.min_ranks}: {self.verdict}"
             )
 
     def _may_continue(self, survivors: Collection[int]) -> bool:
@@ -338,6 +486,7 @@ class Membership:
         self.is_finished = keys.has("finished")
         told = ToldReport(protocol.report(member), None if member.lost else self._failure)
         keys.set(f"report/{member.rank}", told.to_json())
+        self._welcome(keys)
         self._tell_ends(keys)
         keys.set(f"interrupted/{member.epoch}")
         has_decision = keys.has("decision")
@@ -354,7 +503,8 @@ class Membership:
         late = set(expected) - set(protocol.current_reports(member, by_rank, last_decision))
         now = self._presence.clock
         self._awaited = {rank: self._awaited.get(rank, now) for rank in late}
-        decision = protocol.decide(member, by_rank, last_decision, self._missing_parts)
+        arriving = [rank for rank in self._joining if not self._infos[rank].is_gone()]
+        decision = protocol.decide(member, by_rank, last_decision, self._missing_parts, arriving)
         if decision is None:
             return None
         failures = {told.failure for told in reports if told.failure is not None}
@@ -472,6 +622,7 @@ class Membership:
     def _prepare(self) -> None:
         """Let waits of this world that nothing interrupts end before their process is ended."""
         self.world.connect_s = _CONNECT_S
+        self._presence.silent_s, self._presence.late_s = _patience(self._monitor)
         if self._monitor is not None:
             self._monitor.deaf_s = math.inf  # then it is SHARDMESH_EXIT_S
             self._monitor.ended_elsewhere = self._ended_elsewhere
@@ -492,6 +643,7 @@ class Membership:
 
         def sign(keys: StoreKeys) -> None:
             keys.sign(f"here/{member.epoch}", member.rank)
+            self._welcome(keys)
 
         def missing(keys: StoreKeys) -> set[int] | None:
             if keys.has(f"interrupted/{member.epoch}"):
@@ -515,6 +667,22 @@ class Membership:
             pause = min(1.5 * pause, _PAUSE_S)
         if awaited is None:
             raise StoreGoneError("a member was interrupted before the groups were made")
+
+    def _welcome(self, keys: StoreKeys) -> None:
+        """Tell processes that have become members by the last decision."""
+        told = self._told
+        for rank, one in self._joining.items():
+            if told is not None and rank in self.member.members:
+                welcome = Welcome(
+                    rank,
+                    self.member.host,
+                    self.member.write,
+                    self.size,
+                    self._backend,
+                    told,
+                    self._announcements(),
+                )
+                keys.set(f"welcome/{one.token}", welcome.to_json())
 
     # -- the end -----------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What members tell each other in an agreement, as text in a store: reports and decisions.
+"""What members tell each other, as text in a store: reports, decisions, and ranks that join.
 
 Every value that is read is checked, since everybody who reaches the store's port can write to it.
 """
@@ -10,6 +10,7 @@ import re
 from typing import Any, NamedTuple
 
 from ..abstract_mesh import MOST_RANKS
+from ..monitor.startup.rank_info import RankInfo
 from ..monitor.store_values import (
     checked,
     checked_list,
@@ -17,9 +18,11 @@ from ..monitor.store_values import (
     has_fields,
     json_object,
     message,
+    number,
     whole,
 )
-from .protocol import Copy, Decision, Report
+from .protocol import Copy, Decision, Report, Write
+from .rank_stores import StoreAddress
 
 _SHOWN_REASON = 500  # characters
 
@@ -81,6 +84,84 @@ class ToldDecision(NamedTuple):
         return ToldDecision(decision, failures)
 
 
+class Announcement(NamedTuple):
+    """A process that wants to become a member.
+
+    Attributes:
+        token: by which it recognizes the answer.
+        info: which process it is.
+        address: where it serves its store.
+    """
+
+    token: str
+    info: RankInfo
+    address: StoreAddress
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {"token": self.token, "info": self.info.to_json(), "address": self.address._asdict()}
+        )
+
+    @staticmethod
+    def from_json(text: str) -> Announcement:
+        """Return the announcement in a text. Raises: ValueError."""
+        fields = has_fields(json_object(text), Announcement._fields)
+        return Announcement(
+            _token(fields["token"]),
+            RankInfo.from_json(checked(fields["info"], str)),
+            StoreAddress.from_json(json.dumps(fields["address"])),
+        )
+
+
+class Welcome(NamedTuple):
+    """What a process needs to know that has become a member.
+
+    Attributes:
+        rank: its number.
+        host: the rank that serves the store in which the decision is.
+        write: how the optimizers write.
+        size: the number of ranks at the start of the job.
+        backend: of the default group.
+        decision: by which it has become a member.
+        members: (number, which process it is and where it serves its store), of all that there
+            have been.
+    """
+
+    rank: int
+    host: int
+    write: Write
+    size: int
+    backend: str
+    decision: ToldDecision
+    members: dict[int, Announcement]
+
+    def to_json(self) -> str:
+        members = {str(rank): one.to_json() for rank, one in self.members.items()}
+        fields = {**self._asdict(), "decision": self.decision.to_json(), "members": members}
+        return json.dumps(fields)
+
+    @staticmethod
+    def from_json(text: str) -> Welcome:
+        """Return the welcome in a text. Raises: ValueError."""
+        fields = has_fields(json_object(text), Welcome._fields)
+        members = {
+            number(rank): Announcement.from_json(checked(one, str))
+            for rank, one in checked(fields["members"], dict).items()
+        }
+        backend = checked(fields["backend"], str)
+        if not re.fullmatch("[a-z:,]+", backend):
+            raise ValueError("it names no backend")
+        return Welcome(
+            _rank(fields["rank"]),
+            _rank(fields["host"]),
+            Write(whole(fields["write"], max(Write))),
+            whole(fields["size"], MOST_RANKS),
+            backend,
+            ToldDecision.from_json(checked(fields["decision"], str)),
+            members,
+        )
+
+
 def shortened_reason(error: BaseException) -> str:
     """Return an error as the reason of a failure."""
     return f"{type(error).__name__}: {error}"[:_SHOWN_REASON]
@@ -99,6 +180,13 @@ def _items(value: Any, count: int) -> list[Any]:
     if len(items) != count:
         raise ValueError(f"it has {len(items)} entries in place of {count}")
     return items
+
+
+def _token(value: Any) -> str:
+    token = checked(value, str)
+    if not re.fullmatch("[0-9a-f]{16}", token):
+        raise ValueError("a token is 16 hexadecimal digits")
+    return token
 
 
 def _rank(value: Any) -> int:

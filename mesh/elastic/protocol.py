@@ -86,8 +86,11 @@ class Decision(NamedTuple):
 
     @property
     def is_held_by_all(self) -> bool:
-        """Whether every member has the version, as far as nothing of it is lost."""
-        return set(self.providers) == set(self.members)
+        """Whether every member has the version, as far as nothing of it is lost.
+
+        Those that have joined since are not asked.
+        """
+        return set(self.providers) >= set(self.members) & set(self.source.members)
 
 
 class Report(NamedTuple):
@@ -181,6 +184,29 @@ def begin_at(member: Member, step: int) -> Member:
     return member._replace(copies=(member.current,))
 
 
+def joining_member(rank: int, decision: Decision, host: int, write: Write) -> Member:
+    """Return what a rank knows that a decision has made a member: it holds nothing yet.
+
+    Args:
+        host: the rank that serves the store in which the decision is.
+    """
+    source = decision.source
+    return Member(
+        rank,
+        decision.epoch,
+        decision.members,
+        decision,
+        host,
+        write,
+        source.step,
+        source.origin,
+        Phase.RESTORE,
+        False,
+        frozenset(),
+        (),
+    )
+
+
 # -- a step ----------------------------------------------------------------------------------------
 
 
@@ -270,7 +296,8 @@ def lose(member: Member, ranks: Collection[int]) -> Member:
 def interrupt(member: Member) -> Member:
     """any phase -> interrupted: a step has failed on a member that lives, and all give it up.
 
-    Nobody has ended. What follows is the same agreement, among all that are left.
+    Nobody has ended. What follows is the same agreement, among all that are left. Between two steps
+    members are interrupted like this for ranks that join.
     """
     if not is_interruptible(member):
         raise ValueError(f"rank {member.rank} is in {member.phase.name}, which is not interrupted")
@@ -287,6 +314,7 @@ def decide(
     reports: Mapping[int, Report],
     last: Decision | None,
     missing_parts: Callable[[Copy, Collection[int]], tuple[int, ...]],
+    joining: Collection[int] = (),
 ) -> Decision | None:
     """decide(member, reports, last, missing_parts) -> what this rank is to write into the store.
 
@@ -299,6 +327,7 @@ def decide(
         last: the decision read from the store before; None if this store has none, because it is
             the first, or because its host took the place of one that is lost.
         missing_parts: (version, ranks) -> the parts of it that none of these ranks holds.
+        joining: ranks that become members, as all members know from before the agreement.
     """
     if member.rank != member.leader or not member.is_interrupted:
         return None
@@ -310,7 +339,7 @@ def decide(
     source, providers = _choose_version(list(current.values()), missing_parts)
     return Decision(
         max(told.epoch for told in current.values()) + 1,
-        member.survivors,
+        tuple(sorted({*member.survivors, *joining})),
         source,
         providers,
         missing_parts(source, providers),
@@ -393,13 +422,11 @@ def adopt(member: Member, decision: Decision) -> Member:
 
 
 def go_back(member: Member, step: int) -> Member:
-    """RESTORE -> RESTORE: all members load the version of `step` from a checkpoint.
+    """RESTORE -> RESTORE: all members go back to the version of an earlier `step`.
 
-    Parts of the decided version are lost.
+    Parts of the decided version are lost, and a checkpoint or copies have all of the other one.
     """
     _check(member, Phase.RESTORE)
-    if member.decision is None or not member.decision.lost:
-        raise ValueError(f"rank {member.rank}: nothing is lost, so no checkpoint is loaded")
     return member._replace(step=step, origin=member.epoch)
 
 

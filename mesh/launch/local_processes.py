@@ -16,7 +16,6 @@ Ctrl-C, a killed parent), every child ends.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import multiprocessing as mp
 import os
@@ -28,6 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import FrameType
@@ -49,6 +49,7 @@ _FIRST_FAILURE_S = 0.5
 # check exit statuses as well as pipes, which a child's own children can hold open after it died
 _POLL_S = 1.0
 _NO_GUARD_EXIT = 79  # exit status of a rank that called launch() while it imported the script
+_JOINS = "SHARDMESH_ELASTIC_JOIN"  # a process that joins an elastic job
 _RESERVED = (
     "RANK",
     "LOCAL_RANK",
@@ -57,6 +58,7 @@ _RESERVED = (
     "GROUP_RANK",
     "MASTER_ADDR",
     "MASTER_PORT",
+    _JOINS,
 )
 
 _environ_lock = threading.Lock()
@@ -101,6 +103,7 @@ def launch(
     timeout: float | None = None,
     env: Mapping[str, str] | None = None,
     elastic: Literal[False] = False,
+    restarts: int = 0,
 ) -> list[T]: ...
 
 
@@ -114,6 +117,7 @@ def launch(
     timeout: float | None = None,
     env: Mapping[str, str] | None = None,
     elastic: bool,
+    restarts: int = 0,
 ) -> list[T | None]: ...
 
 
@@ -126,6 +130,7 @@ def launch(
     timeout: float | None = None,
     env: Mapping[str, str] | None = None,
     elastic: bool = False,
+    restarts: int = 0,
 ) -> list[T] | list[T | None]:
     """launch(fn, nprocs, args) -> [fn(*args) on rank 0, ..., on rank nprocs - 1].
 
@@ -147,12 +152,16 @@ def launch(
         env: environment variables to set in the children.
         elastic: do not end the others when a rank fails, for a function that goes on without it
             (`sm.elastic.run`). What has happened to it is printed, and its result is None.
+        restarts: with `elastic`, how often in all a rank that has failed is started again, which
+            joins the others (`SHARDMESH_ELASTIC_JOIN=1`). Its result is then that of the new
+            process.
 
     Raises:
         LaunchError: a rank raised (its traceback is in the message), was killed or exited; the
             others are ended. With `elastic`, all ranks have failed.
         LaunchTimeoutError: some rank had not finished in time.
-        ValueError, TypeError: `fn` or its arguments cannot be pickled; bad `nprocs` or `env`.
+        ValueError, TypeError: `fn` or its arguments cannot be pickled; bad `nprocs`, `env` or
+            `restarts`.
         RuntimeError: called in a process that is itself a rank.
         SystemExit: SIGTERM or SIGHUP has ended the ranks; its code is 143 or 129. A second one ends
             them at once.
@@ -165,6 +174,11 @@ def launch(
         [42, 42]
     """
     _check_call(fn, nprocs, env)
+    if restarts < 0 or (restarts and not elastic):
+        raise ValueError(
+            f"launch(restarts={restarts}, elastic={elastic}): write a number from 0 on, and "
+            "elastic=True; a job that is not elastic ends with its first failure"
+        )
     payload = _pickle_call(fn, tuple(args), dict(kwargs or {}))
     store = _local_store()
     shared = _shared_environment(nprocs, store.port) | dict(env or {})
@@ -172,10 +186,11 @@ def launch(
     with _forwarding_signals(ranks) as signals:
         try:
             for rank in range(nprocs):
-                _start(ranks, rank, shared, payload)
-            _wait(ranks, timeout, elastic)
+                _start(ranks, rank, shared=shared, payload=payload)
+            start_again = partial(_start, ranks, shared=shared | {_JOINS: "1"}, payload=payload)
+            _wait(ranks, timeout, elastic, restarts, start_again)
             if not elastic or signals or all(r.failure for r in ranks):
-                _raise_first_failure(ranks, signals)
+                _raise_first_failure(ranks, signals, elastic)
             return [None if r.failure else pickle.loads(r.result) for r in ranks]
         except (KeyboardInterrupt, SystemExit):  # nothing to find out afterwards
             _end(ranks)
@@ -245,7 +260,7 @@ def _pickle_call(fn: Callable, args: tuple, kwargs: dict) -> bytes:
 
 def _check_reachable(fn: object) -> None:
     """Raise ValueError for a function of `__main__` if a child cannot run that script again."""
-    while isinstance(fn, functools.partial):
+    while isinstance(fn, partial):
         fn = fn.func
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
@@ -371,7 +386,10 @@ def _exit_failure(exitcode: int, when: str) -> RankFailure:
     return RankFailure(summary, time.monotonic(), exitcode=exitcode)
 
 
-def _start(ranks: list[_LocalRank], rank: int, shared: Mapping[str, str], payload: bytes) -> None:
+def _start(
+    ranks: list[_LocalRank], rank: int, *, shared: Mapping[str, str], payload: bytes
+) -> None:
+    """Start the process of a rank: the first one, or another one in its place."""
     context = mp.get_context("spawn")
     parent_end, child_end = context.Pipe(duplex=True)
     process = context.Process(
@@ -379,15 +397,22 @@ def _start(ranks: list[_LocalRank], rank: int, shared: Mapping[str, str], payloa
     )
     with _spawning({**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}):
         process.start()
-        ranks.append(_LocalRank(rank, process, parent_end))
+        ranks[rank : rank + 1] = [_LocalRank(rank, process, parent_end)]
     child_end.close()
 
 
-def _wait(ranks: Sequence[_LocalRank], timeout: float | None, elastic: bool) -> None:
+def _wait(
+    ranks: Sequence[_LocalRank],
+    timeout: float | None,
+    elastic: bool,
+    restarts: int,
+    start_again: Callable[[int], None],
+) -> None:
     """Read reports until every rank is done, or until shortly after the first failure.
 
     Args:
         elastic: whether to end only a rank that has failed.
+        restarts: how many of those are started again, while others run.
     """
     deadline = math.inf if timeout is None else time.monotonic() + timeout
     end = math.inf  # of the time for earlier failures, once there is one
@@ -407,6 +432,9 @@ def _wait(ranks: Sequence[_LocalRank], timeout: float | None, elastic: bool) -> 
             r.update()
             if elastic and r.failure:
                 _end_one(r, r.failure, len(ranks))
+                if restarts and any(not other.done for other in ranks):
+                    restarts -= 1
+                    start_again(r.rank)
         if not elastic and end == math.inf and any(r.failure for r in ranks):
             end = time.monotonic() + _FIRST_FAILURE_S
 
@@ -451,7 +479,9 @@ def _forwarding_signals(ranks: Sequence[_LocalRank]) -> Iterator[list[int]]:
             signal.signal(number, signal.SIG_DFL)
 
 
-def _raise_first_failure(ranks: Sequence[_LocalRank], signals: Sequence[int]) -> None:
+def _raise_first_failure(
+    ranks: Sequence[_LocalRank], signals: Sequence[int], elastic: bool
+) -> None:
     """Raise the LaunchError of the rank that failed first, if any has.
 
     Raises:
@@ -462,6 +492,8 @@ def _raise_first_failure(ranks: Sequence[_LocalRank], signals: Sequence[int]) ->
         return
     # ranks that died come first: they cause their peers' errors
     failed.sort(key=lambda f: (f[1].exitcode is None, f[1].when))
+    if signals and elastic:  # ranks that were lost before are no failure of the job
+        failed.sort(key=lambda f: not f[1].is_of(signals[0]))
     (rank, failure), *others = failed
     if signals and failure.is_of(signals[0]):
         name = signal.Signals(signals[0]).name

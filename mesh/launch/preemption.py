@@ -101,7 +101,7 @@ class _LocalAgreement:
     def begin_step(self, rank: int, step: int) -> bool:
         """Record a rank's step, and return whether it is the agreed one, or a later one."""
         _check_order(step, self.steps.get(rank))
-        if self.agreed is None and _has_notice():
+        if self.agreed is None and has_notice():
             self.agreed = max(self.steps.values(), default=step - 1) + 1
         self.steps[rank] = step
         return self.agreed is not None and step >= self.agreed
@@ -268,7 +268,7 @@ def _key(world: World) -> Any:
 def _agreement(world: World) -> _LocalAgreement | _StoreAgreement:
     # Outside the main thread only other ranks or the file can give a notice.
     with contextlib.suppress(ValueError):
-        _listen()
+        listen()
     if not isinstance(world, ProcessWorld) or world.size == 1:
         return _LocalAgreement()
     monitor = monitor_of(world)
@@ -280,7 +280,7 @@ def _agreement(world: World) -> _LocalAgreement | _StoreAgreement:
         "shardmesh/preemption/*",
     )
     agreement = _StoreAgreement(
-        keys, world.rank, world.size, _has_notice, partial(_check_job, monitor)
+        keys, world.rank, world.size, has_notice, partial(_check_job, monitor)
     )
     weakref.finalize(world, agreement.stop)
     return agreement
@@ -307,7 +307,8 @@ _is_listening = False  # whether SIGTERM counts as a notice
 _before: Any = signal.SIG_DFL  # the handler of SIGTERM before ours
 
 
-def _has_notice() -> bool:
+def has_notice() -> bool:
+    """Return whether this process is told to go: by SIGTERM after `listen`, or by the file."""
     global _notice
     path = "" if _notice else os.environ.get(_NOTICE_FILE, "")
     if path and os.path.exists(path):
@@ -315,11 +316,27 @@ def _has_notice() -> bool:
     return bool(_notice)
 
 
-def _listen() -> None:
+def listen() -> None:
     """Make SIGTERM count as a notice. Raises: ValueError outside the main thread."""
     global _is_listening
     _install(signal.SIGTERM)
     _is_listening = True
+
+
+@contextmanager
+def listening() -> Iterator[None]:
+    """Make SIGTERM count as a notice in the block, if this is the main thread."""
+    global _is_listening
+    before = _is_listening, signal.getsignal(signal.SIGTERM)
+    with contextlib.suppress(ValueError):
+        listen()
+    try:
+        yield
+    finally:
+        if _is_listening and not before[0]:
+            _is_listening = False
+            if before[1] is not None:  # else it is no handler of Python
+                signal.signal(signal.SIGTERM, before[1])
 
 
 @contextmanager

@@ -43,6 +43,7 @@ _PAUSE_S = 0.05
 _HOSTS = {"_pytest", "unittest", "IPython", "ipykernel", "pdb", "bdb", "debugpy", "pydevd", "code"}
 # methods of other code in which the main thread is not interrupted
 _SETUP = {"__enter__", "__exit__", "__aenter__", "__aexit__", "__del__"}
+_IMPORT = "<frozen importlib"
 _BROKEN = re.compile(
     r"gloo/transport|Connection (closed|reset|refused)|Broken pipe|ncclRemoteError|NCCL "
     r"error|recvValue failed"
@@ -126,13 +127,16 @@ def set_interruptible(is_on: bool) -> None:
 
 
 def is_in_setup(frame: FrameType | None) -> bool:
-    """Return whether a frame is part of entering or leaving a `with` block, or of a destructor.
+    """Return whether a frame is part of what an error must not cut off.
 
-    An error that is raised there may leave what the block protects half done, and one in a
-    destructor is printed and forgotten. An `interruptible` block in such a method is interrupted.
+    That is entering or leaving a `with` block, a destructor, or an import. An error that is raised
+    there may leave what the block protects half done, and one in a destructor is printed and
+    forgotten. A module whose import is cut off is imported again, but those that it has imported
+    are not, and their package lacks them. An `interruptible` block in such code is interrupted.
     """
     while frame is not None and frame is not _block_of:
-        if frame.f_code.co_name in _SETUP:
+        code = frame.f_code
+        if code.co_name in _SETUP or code.co_filename.startswith(_IMPORT):
             return True
         frame = frame.f_back
     return False

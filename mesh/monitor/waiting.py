@@ -20,7 +20,7 @@ from torch.autograd import profiler
 from torch.distributed.constants import default_pg_timeout
 
 from ..comm.recording.recorder import Recorder
-from ..comm.recording.trace_buffer import Header
+from ..comm.recording.trace_buffer import Header, TraceBuffer
 from ..errors import WatchError
 from ..settings import monotonic_ns
 from .diagnosis import diagnose
@@ -34,6 +34,7 @@ _SPINS = 20  # checks without sleeping in between
 _NAP_S, _LONGEST_NAP_S = 1e-4, 1e-2
 _LONGEST_NAP_FOR_MESSAGE_S = 5e-4  # a stage of a pipeline computes nothing until its message comes
 _DIAGNOSE_EVERY_NS = 10_000_000  # the longest time between two diagnoses of one wait
+_DIAGNOSE_MESSAGE_EVERY_NS = 50_000_000  # ranks of a pipeline wait for messages much of the time
 TO_EXPLAIN_S = 1.0  # how long to look for the reason of a broken connection
 _SHORT = timedelta(milliseconds=1)
 _IS_PENDING = "Operation timed out!"  # c10d::Work::wait, when the time is over
@@ -90,14 +91,32 @@ class Waiting:
         """
         ranks = [recorder.group.ranks[place] for place in places if place is not None]
 
-        def have_called() -> bool:
-            peers = [member(self._job.directory, recorder.key, r, sequence) for r in ranks]
-            return all(
-                m.came is not False or (m.buffer is not None and not is_near(m.buffer))
-                for m in peers
-            )
+        late: list[
+            tuple[TraceBuffer, int]
+        ] = []  # a member that had not, and its number of the group
 
-        self.wait_until(recorder, sequence, have_called, longest_nap_s=_LONGEST_NAP_FOR_MESSAGE_S)
+        def have_called() -> bool:
+            if late and late[0][0].group_called(late[0][1]) <= sequence:
+                return False  # what most checks of a long wait come to
+            for rank in ranks:
+                peer = member(self._job.directory, recorder.key, rank, sequence)
+                buffer = peer.buffer
+                if peer.came is not False or (buffer is not None and not is_near(buffer)):
+                    continue
+                group = None if buffer is None else buffer.find_group(recorder.key)
+                if buffer is not None and group is not None:
+                    late[:] = [(buffer, group)]
+                return False
+            return True
+
+        self.wait_until(
+            recorder,
+            sequence,
+            have_called,
+            longest_nap_s=_LONGEST_NAP_FOR_MESSAGE_S,
+            undiagnosed_ns=_LONG_NS,
+            diagnose_every_ns=_DIAGNOSE_MESSAGE_EVERY_NS,
+        )
         wrong = diagnose.wrong_route(self._job, recorder, sequence) if self._job.is_on else None
         if wrong is not None:
             raise self._job.failed(wrong)
@@ -126,27 +145,31 @@ class Waiting:
         is_done: Callable[[], bool],
         limit_ns: float = math.inf,
         longest_nap_s: float = _LONGEST_NAP_S,
+        undiagnosed_ns: int = 0,
+        diagnose_every_ns: int = _DIAGNOSE_EVERY_NS,
     ) -> bool:
         """Wait until `is_done()` or the time limit; return `is_done()`. Raises: WatchError.
 
         Args:
             longest_nap_s: by so much the return may be late. Naps begin at 0.1 ms and grow.
+            undiagnosed_ns: how long to wait before the trace buffers of all ranks are read.
+            diagnose_every_ns: the longest time between two diagnoses.
         """
         since = monotonic_ns()
         for _ in range(_SPINS):
             if is_done():
                 return True
         nap = _NAP_S
-        diagnosed = since
+        next_diagnosis = since + undiagnosed_ns
         with self._publish_blocked(recorder, sequence, since):
             while not is_done():
                 now = monotonic_ns()
                 if now - since > limit_ns:
                     return False
-                if now - diagnosed >= min(diagnosed - since, _DIAGNOSE_EVERY_NS):
+                if now >= next_diagnosis:
                     if not self._diagnose(recorder, sequence, since):
                         return False
-                    diagnosed = now
+                    next_diagnosis = now + min(now - since, diagnose_every_ns)
                 time.sleep(nap)
                 # leave the processors to the ranks that are waited for
                 nap = min(1.5 * nap, longest_nap_s)

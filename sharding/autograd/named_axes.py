@@ -221,7 +221,7 @@ class AxisEnv:
         return math.prod(self.root.size(name) for name in names)
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
+    def as_current(self) -> Iterator[None]:
         """Make this environment the current one in the block."""
         with thread_context.setting(axis_env=self):
             yield

@@ -361,6 +361,7 @@ def prepare_save(
         lease=lease,
         ready=ready,
         is_lost=partial(_is_lost, world),
+        sharded=[name for name, leaf in state.leaves.items() if isinstance(leaf, ShardedTensor)],
     )
 
 
@@ -468,6 +469,7 @@ class SaveJob:
         lease: on rank 0, the lease of the folder of checkpoints.
         ready: waits until the leaves have their values; None if they have.
         is_lost: whether the process of a rank is known to have died.
+        sharded: the names of the leaves that are `ShardedTensor`s.
     """
 
     rank: int
@@ -484,6 +486,7 @@ class SaveJob:
     lease: Lease | None
     ready: Callable[[], None] | None = None
     is_lost: Callable[[int], bool] = lambda rank: False
+    sharded: Sequence[str] = ()
 
     def write(self) -> None:
         """Write and sync this rank's pieces, then their list."""
@@ -536,7 +539,8 @@ class SaveJob:
             for rank in range(self.world):
                 (self.unfinished / _list_file(rank)).unlink()
             path = self.unfinished / folders.MANIFEST
-            write_whole(path, manifest_of(self.step, self.world, self.structure, files))
+            manifest = manifest_of(self.step, self.world, self.structure, files, self.sharded)
+            write_whole(path, manifest)
             path = self.unfinished.parent
             retired = folders.commit_folder(self.unfinished, self.step, self.nonce)
             if self.keep is not None:

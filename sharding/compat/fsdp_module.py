@@ -47,7 +47,8 @@ class FSDPModule:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Reduce to the own class, since the class made here has no name to be pickled by."""
         make, args, *state = super().__reduce_ex__(max(2, protocol))
-        if make is not copyreg.__newobj__:  # type: ignore[attr-defined]  # the class has a way of its own
+        has_own_way = make is not copyreg.__newobj__  # type: ignore[attr-defined]
+        if has_own_way:
             return make, args, *state
         cls = type(self)
         return _restore, (cls.__mro__[1], cls.__mro__[cls._own_class_index], *args[1:]), *state

@@ -34,7 +34,8 @@ _UNSET = frozenset(
         *(Tensor.new_empty, Tensor.new_empty_strided, Tensor.resize_, Tensor.resize_as_),
     }
 )
-_AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]  # the end of the graph at a leaf
+# the end of the graph at a leaf
+_AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 _SEEN = "shardmesh.debug.debug_nans"  # in the metadata of a node of the graph
 
 

@@ -13,24 +13,28 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from ...mesh.comm.agreement import facts_of
+from ...mesh.comm.agreement import facts_of, gather_facts
 from ...mesh.comm.current_world import current_world
-from ...mesh.comm.group import CollectiveRecord
+from ...mesh.comm.group import CollectiveRecord, Group
 from ...mesh.device_mesh import DeviceMesh
 from ...mesh.elastic import protocol
-from ...mesh.elastic.membership import ElasticJobError, Membership
+from ...mesh.elastic.joining import enter, is_joining
+from ...mesh.elastic.membership import Change, ElasticJobError, Membership
+from ...mesh.elastic.messages import Announcement
 from ...mesh.elastic.protocol import Copy, Decision, Phase, Write
 from ...mesh.elastic.rank_stores import StoreGoneError
+from ...mesh.launch import preemption
 from ...mesh.launch.environment import launch_environment
 from ...mesh.monitor import termination
 from ...mesh.text import ranks_text
@@ -40,7 +44,9 @@ from ..checkpoint.save import save
 from ..checkpoint.state import RandomState
 from ..checkpoint.storage.folder import latest
 from ..optim.matrix_optimizer import MatrixOptimizer
+from .handover import hand_over
 from .recovery import StateLostError, recover
+from .redundancy import Redundancy, StateCopy
 from .snapshot import (
     Snapshot,
     missing_parts,
@@ -49,13 +55,14 @@ from .snapshot import (
     refuse_pipelines,
     whole_copy,
 )
-from .spares import with_empty_parts, without_parts
+from .spares import SentMesh, with_empty_parts, without_parts
 
 _log = logging.getLogger(__name__)
 
 Build = Callable[[DeviceMesh], Any]
 MakeMesh = Callable[[int], DeviceMesh]
 _SHOWN = 8  # parts in an error
+_ENDED = 128 + signal.SIGTERM  # the exit status if all ranks were told to go
 _COMMUNICATING = (MatrixOptimizer, torch.optim.LBFGS)  # in their step, or in its closure
 
 
@@ -66,10 +73,11 @@ class ElasticEvent:
     Attributes:
         step: the number of committed steps from which the job went on.
         epoch: the number of the membership that began, from 1.
-        lost: the ranks that are lost, by their numbers at the start of the job.
+        lost: the ranks that are lost or have left, by their numbers at the start of the job.
         ranks: those that went on.
         reason: what happened, as the monitor says.
         seconds: from the interruption of this rank until all had the state.
+        joined: the ranks that have joined; they have the next numbers.
     """
 
     step: int
@@ -78,6 +86,7 @@ class ElasticEvent:
     ranks: tuple[int, ...]
     reason: str
     seconds: float
+    joined: tuple[int, ...] = ()
 
 
 class Attempt:
@@ -89,6 +98,23 @@ class Attempt:
 
     def __init__(self) -> None:
         self.loss: Any = None
+
+
+class _Holding(NamedTuple):
+    """What a rank tells the others of what it holds, before the state is recovered.
+
+    Attributes:
+        is_inside: whether it was in the mesh of the decided version, and has it.
+        is_whole: whether those that are left hold all parts of it.
+        has_copies: whether it has copies of the parts of ranks that have left.
+        steps: the versions of `Redundancy` that it has, and that are whole, as (epoch, step); None
+            if it had no part in them.
+    """
+
+    is_inside: bool
+    is_whole: bool
+    has_copies: bool
+    steps: tuple[tuple[int, int], ...] | None
 
 
 class _StepGivenUpError(Exception):
@@ -119,6 +145,10 @@ class ElasticJob:
             `init_device_mesh` takes all.
         min_ranks: with fewer left the job ends.
         spares: how many ranks wait outside of the mesh until they take the place of lost ones.
+        redundancy: 1: each rank has copies of the parts of a rank on another host (`Redundancy`),
+            so that state without replicas survives a loss; 0: none.
+        refresh_every: with redundancy, after how many steps copies are made; a loss of what has no
+            replicas goes back to the last ones.
         checkpoint: the folder of the job's checkpoints, which `save` writes. If there is a complete
             one, the job begins with the newest; and it goes back to it when ranks are lost that
             held what no other one has.
@@ -131,9 +161,11 @@ class ElasticJob:
         losses: one for each committed step since `first_step`; not a number where an attempt set
             none.
         events: one for each time that the members were interrupted.
+        has_left: whether this rank has left the job, by `leave`.
 
     Raises:
-        LaunchEnvironmentError: ranks that are simulated, or not monitored.
+        LaunchEnvironmentError: ranks that are simulated, or not monitored; a process that joins a
+            job which has ended.
         ValueError: pipelines.
 
     Communication: a few messages to the job's store; that of loading a checkpoint.
@@ -146,48 +178,91 @@ class ElasticJob:
         make_mesh: MakeMesh,
         min_ranks: int = 1,
         spares: int = 0,
+        redundancy: int = 0,
+        refresh_every: int = 1,
         checkpoint: str | os.PathLike[str] | None = None,
     ) -> None:
-        size = _world_size()
-        self._most_ranks = size - spares
-        if self._most_ranks < max(1, min_ranks):
+        if redundancy not in (0, 1) or refresh_every < 1:
             raise ValueError(
-                f"{size} ranks with spares={spares} and min_ranks={min_ranks}: start more, or keep "
-                "fewer as spares"
+                f"redundancy={redundancy}, refresh_every={refresh_every}: one copy of each part or "
+                "none, after a positive number of steps"
             )
         self._build, self._make_mesh, self._checkpoint = build, make_mesh, checkpoint
-        self.mesh = self._mesh_of(size)
-        self.state: Any = build(self.mesh)
-        refuse_pipelines(self.state)
+        self._spares = spares
+        self._refresh_every = refresh_every if redundancy else 0
         self.losses: list[float] = []
         self.events: list[ElasticEvent] = []
-        self.is_finished = False
-        write = _kind_of_write(optimizers_of(self.state))
-        self._members = Membership(current_world(), write, self._missing_parts, min_ranks)
+        self.is_finished = self.has_left = False
+        self.first_step = 0
         self._versions: dict[Copy, Snapshot] = {}
         self._last: Snapshot | None = None  # of the current objects
         # by epoch: a snapshot, for the boxes in it, and its mesh
         self._layouts: dict[int, Snapshot] = {}
         self._meshes: dict[int, DeviceMesh] = {}
+        # of versions whose parts ranks have handed over that leave
+        self._copies: dict[Copy, StateCopy] = {}
+        self._redundancy: Redundancy | None = None
+        self._redundancy_epoch: tuple[int, tuple[int, ...]] = (0, ())  # with its members
         self._attempt: Attempt | None = None
         self._writes_before = 0
-        self._is_completing = False
-        self.first_step = 0
+        self._is_completing = self._is_changing = self._is_told_to_go = False
+        self._joining: tuple[Announcement, ...] = ()  # they become members before the next step
+        self._interrupted_at = 0.0
+        self._hooks: list[Any] = []
+        self._parameters: list[Any] = []
+        self._stack = ExitStack()
+        self.mesh: DeviceMesh
+        self.state: Any
+        if is_joining():
+            self._join(min_ranks)
+        else:
+            self._begin(min_ranks)
+
+    def _begin(self, min_ranks: int) -> None:
+        """Begin the job, with all ranks."""
+        size = _world_size()
+        if size - self._spares < max(1, min_ranks):
+            raise ValueError(
+                f"{size} ranks with spares={self._spares} and min_ranks={min_ranks}: start more, "
+                "or keep fewer as spares"
+            )
+        self._most_ranks = size - self._spares
+        self.mesh = self._mesh_of(size)
+        self.state = self._build(self.mesh)
+        refuse_pipelines(self.state)
+        write = _kind_of_write(optimizers_of(self.state))
+        self._members = Membership(current_world(), write, self._missing_parts, min_ranks)
         newest = self._newest_checkpoint()
         if newest is not None:
             self._load(newest)
             self.first_step = newest
             self._members.member = protocol.begin_at(self._members.member, newest)
-        self._interrupted_at = 0.0
-        self._hooks: list[Any] = []
-        self._parameters: list[Any] = []
+        self._start()
+        self._begin_epoch()
+
+    def _join(self, min_ranks: int) -> None:
+        """Become a member of the job that runs, and take over its state."""
+        entry = enter()
+        self._members = Membership(
+            current_world(), Write.LOCAL, self._missing_parts, min_ranks, entry
+        )
+        self._most_ranks = self._members.size - self._spares
+        self._member_ranks = entry.welcome.decision.decision.source.members
+        self._members.verdict = f"rank {self.rank} joined"
+        self._interrupted_at = time.monotonic()
+        self._start()
+        self._go_on(None)
+
+    def _start(self) -> None:
+        """Let losses interrupt attempts alone, and SIGTERM be a notice, until `close`."""
         self._members.world.observers.append(self._refuse_in_write)
         termination.set_interruptible(False)
-        self._begin_epoch()
+        self._stack.enter_context(preemption.listening())
 
     def _mesh_of(self, size: int) -> DeviceMesh:
         """Return the mesh for a world of this size, and log which ranks are left out."""
-        mesh = self._make_mesh(min(size, self._most_ranks))
+        most = max(self._most_ranks, size - self._spares)  # the job may have grown
+        mesh = self._make_mesh(min(size, most))
         outside = sorted(set(range(size)) - set(mesh.ranks.ravel().tolist()))
         if outside and current_world().rank == 0:
             _log.info("%s: %s wait as spares", mesh, ranks_text(outside))
@@ -216,7 +291,12 @@ class ElasticJob:
         # a walk through all modules takes longer than a look at each parameter
         self._parameters = [getattr(p, "_local", p) for p in parameters_of(self.state)]
         self._last = None
-        self._remember(self._snapshot())
+        version = self._snapshot()
+        self._remember(version)
+        if self._refresh_every and not self.is_spare:
+            self._redundancy = Redundancy(self.mesh)
+            self._redundancy_epoch = self._members.member.epoch, self._member_ranks
+            self._redundancy.refresh(version.tree(), self.step)
 
     def _remove_hooks(self) -> None:
         while self._hooks:
@@ -228,6 +308,7 @@ class ElasticJob:
         self._versions = {member.current: version}
         self._layouts = {member.epoch: version}
         self._meshes = {member.epoch: self.mesh}
+        self._copies = {}
 
     def _snapshot(self) -> Snapshot:
         self._last = Snapshot({"state": self.state, "random": RandomState()}, self._last)
@@ -239,7 +320,8 @@ class ElasticJob:
         if layouts is None:  # of an epoch that this rank was interrupted in before it had built it
             return (0,)
         numbers = [version.members.index(rank) for rank in ranks]
-        return tuple(range(len(missing_parts(layouts.tree(), numbers))))
+        copies = self._copies[version].holders if version in self._copies else {}
+        return tuple(range(len(missing_parts(layouts.tree(), numbers, copies))))
 
     # -- checkpoints -------------------------------------------------------------------------------
 
@@ -300,10 +382,19 @@ class ElasticJob:
             ElasticJobError: the job cannot go on: too few ranks, a step that has failed twice for
                 the same reason, or one that writes parameters without a vote. On every rank.
             StateLostError: the ranks that are lost held what no other one has. On every rank.
-            RuntimeError: the block communicates while its optimizer writes.
+            RuntimeError: the block communicates while its optimizer writes; this rank has left.
+            SystemExit: this rank was told to go by SIGTERM, and has left after the step, with code
+                0 if the others go on; 143 if all ranks were.
 
-        Communication: a barrier over all ranks, the vote; one more if the optimizers communicate.
+        Communication: an all_reduce of 4 bytes over all ranks, the vote; a barrier if the
+            optimizers communicate. With redundancy that of `Redundancy.refresh`.
         """
+        if self.has_left:
+            raise RuntimeError(
+                "this rank has left the job: end the loop when `job.has_left` is set"
+            )
+        if self._joining:
+            self._regroup(Change((), self._joining))
         attempt = self._attempt = Attempt()
         self._writes_before = self._count_writes()
         try:
@@ -346,7 +437,7 @@ class ElasticJob:
         members = self._members
         promised = members.member.next
         try:
-            members.vote()
+            self._is_changing = members.vote(self._is_leaving())
         except Exception as error:
             decision = self._agree(error)
             if decision is None or decision.source != promised:
@@ -399,6 +490,88 @@ class ElasticJob:
             self._versions[members.member.next] = version
             members.commit()
         self._remember(version)
+        if self._redundancy is not None and self.step % self._refresh_every == 0:
+            self._redundancy.refresh(version.tree(), self.step)
+        if self._is_changing:
+            self._is_changing = False
+            self._change_members()
+
+    # -- ranks that leave and join -----------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Let this rank go at the end of the next step.
+
+        The others get what only it holds, and go on without it; no step is taken again. Then
+        `has_left` is set, and the loop ends: `while not job.has_left and ...`. SIGTERM does the
+        same, and raises SystemExit after that step. If fewer than `min_ranks` would be left, a
+        checkpoint is saved, if there is a folder for it, and the job ends.
+
+        Communication: none.
+        """
+        self._is_told_to_go = True
+
+    def _is_leaving(self) -> bool:
+        return self._is_told_to_go or preemption.has_notice()
+
+    def _change_members(self) -> None:
+        """Let members go that have asked for it, after a step; note which processes want to join.
+
+        These are taken in at the beginning of the next attempt, where their own first one begins.
+        """
+        members = self._members
+        epoch = members.member.epoch
+        change = members.who_changes(self._is_leaving())
+        self._joining = change.joining
+        if not change.leaving:
+            return
+        stayers = [rank for rank in members.member.members if rank not in change.leaving]
+        if len(stayers) < max(1, members.min_ranks):
+            if self._checkpoint is not None:
+                self.save()
+            if members.member.epoch != epoch:  # others were lost: it is asked again
+                return
+            if self.rank not in change.leaving:
+                raise ElasticJobError(
+                    f"{ranks_text(change.leaving)} leave, and min_ranks={members.min_ranks}: "
+                    f"{len(stayers)} ranks are left of {len(members.member.members)}"
+                )
+        else:
+            leaving = [self._member_ranks.index(rank) for rank in change.leaving]
+            if not self.is_spare:
+                tree = self._versions[members.member.current].tree()
+                copies = hand_over(tree, self.step, self.mesh, leaving)
+                self._copies = {members.member.current: copies}
+            members.wait_for_all()
+        self._regroup(Change(change.leaving, ()))
+
+    def _regroup(self, change: Change) -> None:
+        """Agree on the next members, and take over the state, though nothing has failed."""
+        members = self._members
+        self._interrupted_at = time.monotonic()
+        members.pause(change)
+        if self.rank in change.leaving:
+            self._depart(is_last=set(change.leaving) >= set(members.member.members))
+            return
+        error: Exception | None = None
+        try:
+            members.agree()
+        except StoreGoneError as again:
+            error = again
+        joining = self._joining
+        self._go_on(error)
+        if change.leaving and error is None:
+            self._joining = joining
+
+    def _depart(self, is_last: bool) -> None:
+        """End this rank's part in the job, after it has handed over what only it held.
+
+        If the others go on, nothing has failed: torchrun, for one, would end them all.
+        """
+        self.has_left = self.is_finished = True
+        self._members.leave()
+        self.close()
+        if not self._is_told_to_go:
+            raise SystemExit(_ENDED if is_last else 0)
 
     # -- a failure ---------------------------------------------------------------------------------
 
@@ -420,6 +593,7 @@ class ElasticJob:
             error: None if the members have agreed already.
         """
         before = self._member_ranks
+        self._joining = ()  # they are asked again, since some members may not have heard of them
         if self._is_completing and error is not None:
             raise error  # this rank cannot complete the step, as it has promised
         while True:
@@ -437,6 +611,7 @@ class ElasticJob:
                 error = again
         member = self._members.member
         lost = tuple(rank for rank in before if rank not in member.members)
+        joined = tuple(rank for rank in member.members if rank not in before)
         self.events.append(
             ElasticEvent(
                 member.step,
@@ -445,6 +620,7 @@ class ElasticJob:
                 member.members,
                 self._members.verdict,
                 time.monotonic() - self._interrupted_at,
+                joined,
             )
         )
         self._interrupted_at = 0.0
@@ -463,12 +639,7 @@ class ElasticJob:
             like = {"state": state, "random": RandomState()}
             self._layouts[member.epoch] = Snapshot(like)
             self._meshes[member.epoch] = mesh
-            self._tell_spares(decision)
-            if decision.lost or not decision.is_held_by_all:
-                recovered = self._recover_from_checkpoint(decision, like)
-            else:
-                alive = [decision.source.members.index(rank) for rank in member.members]
-                recovered = recover(self._versions[decision.source].tree(), like, alive)
+            recovered = self._recover(decision, like)
         current = members.member.current
         self._layouts[member.epoch] = self._versions[current] = Snapshot(recovered)
         members.confirm()
@@ -476,50 +647,130 @@ class ElasticJob:
         del self.losses[current.step - self.first_step :]
         self._begin_epoch()
 
-    def _tell_spares(self, decision: Decision) -> None:
-        """Let ranks that were outside of the mesh have the state but for parts, and the losses."""
+    def _recover(self, decision: Decision, like: Any) -> Any:
+        """Return `like` with the values of the decided version, or of one before if it is lost."""
         source = decision.source
-        mesh = self._meshes[source.epoch]
-        inside = {source.members[number] for number in mesh.ranks.ravel().tolist()}
-        members = decision.members
-        providers = [rank for rank in members if rank in inside]
-        if not providers or inside.issuperset(members):
-            return
-        told: Any = None
-        tree = self._versions[source].tree()
-        if self.rank == providers[0]:
-            told = without_parts(tree, mesh), self.losses
-        group = current_world().group(range(len(members)))
-        sent, losses = facts_of(group, members.index(providers[0]), told)
-        if self.rank not in inside:
-            self._versions[source] = Snapshot.of_leaves(with_empty_parts(sent, mesh, tree))
-            self.losses = losses
-
-    def _recover_from_checkpoint(self, decision: Decision, like: Any) -> Any:
-        """Return `like` with the newest checkpoint: parts of the decided version are lost.
-
-        Or some members do not have it, since they were interrupted while it was made. If the
-        checkpoint is of the same step and all have it, only lost parts are read.
-        """
-        newest = self._newest_checkpoint()
-        if newest is None or self._checkpoint is None:
-            source = decision.source
-            held = [source.members.index(rank) for rank in decision.providers]
-            lost = missing_parts(self._layouts[source.epoch].tree(), held)
-            more = f" and {len(lost) - _SHOWN} more" if len(lost) > _SHOWN else ""
-            raise StateLostError(
-                f"after step {source.step} only ranks that are lost held {len(lost)} parts of the "
-                "state, and there is no checkpoint (checkpoint=); replicate it along another "
-                f"axis of the mesh: {', '.join(lost[:_SHOWN])}{more}",
-                {},
+        numbers = _numbers(source.members, self._members.member.members)
+        version = self._held_version(source)
+        holding = _Holding(False, False, False, self._redundant_steps())
+        if version is not None:
+            is_whole = not missing_parts(version.state, numbers)
+            holding = holding._replace(
+                is_inside=True, is_whole=is_whole, has_copies=bool(version.holders)
             )
-        member = self._members.member
-        if newest == decision.source.step and decision.is_held_by_all:
-            alive = [decision.source.members.index(rank) for rank in member.members]
-            tree = self._versions[decision.source].tree()
-            return recover(tree, like, alive, checkpoint=self._checkpoint, step=newest)
+        told = gather_facts(_everybody(), holding)
+        holders = [rank for rank, one in told.items() if one.is_inside]
+        are_whole = all(told[rank].is_whole for rank in holders)
+        have_copies = all(told[rank].has_copies for rank in holders)
+        if decision.is_held_by_all and holders and (are_whole or have_copies):
+            if version is not None and are_whole:
+                version = replace(version, holders={}, received={})
+            mesh = self._meshes.get(source.epoch)
+            return recover(self._completed(holders, version, mesh, like), like, numbers)
+        return self._recover_earlier(decision, like, told, version)
+
+    def _held_version(self, source: Copy) -> StateCopy | None:
+        """Return the decided version if this rank has parts of it, with its copies of others'."""
+        mesh = self._meshes.get(source.epoch)
+        if source not in self._versions or mesh is None or mesh.coordinate is None:
+            return None
+        if source in self._copies:
+            return self._copies[source]
+        return StateCopy(source.step, self._versions[source].tree(), {}, {}, 0)
+
+    def _redundant_steps(self) -> tuple[tuple[int, int], ...] | None:
+        """Return the versions of `Redundancy` that this rank has, and that are whole."""
+        if self._redundancy is None:
+            return None
+        epoch, members = self._redundancy_epoch
+        numbers = _numbers(members, self._members.member.members)
+        versions = [self._redundancy.version(step) for step in self._redundancy.steps]
+        return tuple(
+            (epoch, version.step)
+            for version in versions
+            if not missing_parts(version.state, numbers, version.holders)
+        )
+
+    def _completed(
+        self,
+        holders: Sequence[int],
+        version: StateCopy | None,
+        mesh: DeviceMesh | None,
+        like: Any,
+    ) -> StateCopy:
+        """Return a version; ranks that have nothing of it get its structure, and the losses.
+
+        Args:
+            holders: the ranks that have parts of it.
+            version: None on the others.
+            mesh: of the version.
+        """
+        world = current_world()
+        if len(holders) < world.size:
+            told: Any = None
+            if world.rank == holders[0] and version is not None and mesh is not None:
+                structure = without_parts(version.state, mesh)
+                run = self.losses, self.first_step
+                told = version.step, structure, version.holders, SentMesh.of(mesh), run
+            told = facts_of(_everybody(), holders[0], told)
+            if version is None:
+                step, structure, copies, sent_mesh, run = told
+                self.losses, self.first_step = run
+                own = self._last or Snapshot(like)
+                tree = with_empty_parts(structure, sent_mesh.outside(), own.tree())
+                version = StateCopy(step, tree, copies, {}, 0)
+        if version is None:
+            raise RuntimeError("no rank holds the version")
+        return version
+
+    def _recover_earlier(
+        self,
+        decision: Decision,
+        like: Any,
+        told: Mapping[int, _Holding],
+        version: StateCopy | None,
+    ) -> Any:
+        """Return `like` with the newest version that is whole: parts of the decided one are lost.
+
+        It is that of a checkpoint, or of copies by `Redundancy`. Or some members do not have the
+        decided version, since they were interrupted while it was made. If a checkpoint is of the
+        same step and all have the rest, only lost parts are read.
+        """
+        member, source = self._members.member, decision.source
+        newest = self._newest_checkpoint()
+        holders = [rank for rank, one in told.items() if one.is_inside]
+        if newest == source.step and decision.is_held_by_all and holders:
+            numbers = _numbers(source.members, member.members)
+            mesh = self._meshes.get(source.epoch)
+            whole = self._completed(holders, version, mesh, like)
+            return recover(whole, like, numbers, checkpoint=self._checkpoint)
+        steps = {rank: set(one.steps) for rank, one in told.items() if one.steps is not None}
+        common = set.intersection(*steps.values()) if steps else set()
+        if common and (newest is None or max(common)[1] >= newest):
+            step, holders = max(common)[1], list(steps)
+            copied = None if self._redundancy is None else self._redundancy.version(step)
+            mesh = None if self._redundancy is None else self._redundancy.mesh
+            copied = self._completed(holders, copied, mesh, like)
+            before = facts_of(_everybody(), holders[0], self._redundancy_epoch[1])
+            self._members.member = protocol.go_back(member, step)
+            return recover(copied, like, _numbers(before, member.members))
+        if newest is None or self._checkpoint is None:
+            self._raise_lost(decision)
         self._members.member = protocol.go_back(member, newest)
         return load(self._checkpoint, like, step=newest)
+
+    def _raise_lost(self, decision: Decision) -> NoReturn:
+        source = decision.source
+        held = [source.members.index(rank) for rank in decision.providers]
+        layouts = self._layouts.get(source.epoch)
+        lost = [] if layouts is None else missing_parts(layouts.tree(), held)
+        more = f" and {len(lost) - _SHOWN} more" if len(lost) > _SHOWN else ""
+        raise StateLostError(
+            f"after step {source.step} only ranks that are lost held {len(lost)} parts of the "
+            "state, and there is no checkpoint (checkpoint=); replicate it along another axis of "
+            f"the mesh, or use redundancy=1: {', '.join(lost[:_SHOWN])}{more}",
+            {},
+        )
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -550,6 +801,7 @@ class ElasticJob:
         """End this rank's part in the job, without waiting for others."""
         termination.set_interruptible(True)
         self._remove_hooks()
+        self._stack.close()
         self._members.close()
         observers = self._members.world.observers
         if self._refuse_in_write in observers:
@@ -566,6 +818,17 @@ def _world_size() -> int:
 def _kind_of_write(optimizers: list[torch.optim.Optimizer]) -> Write:
     communicates = any(isinstance(optimizer, _COMMUNICATING) for optimizer in optimizers)
     return Write.UNDO if communicates or len(optimizers) > 1 else Write.LOCAL
+
+
+def _numbers(old: Sequence[int], members: Sequence[int]) -> list[int]:
+    """Return the numbers of members in an earlier world; ranks that were not there get the next."""
+    new = [rank for rank in members if rank not in old]
+    return [old.index(rank) if rank in old else len(old) + new.index(rank) for rank in members]
+
+
+def _everybody() -> Group:
+    world = current_world()
+    return world.group(range(world.size))
 
 
 def _as_number(loss: Any) -> float:

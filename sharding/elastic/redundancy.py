@@ -229,7 +229,7 @@ class Redundancy:
                 f"Redundancy.refresh(step={step}) after a refresh of step {last}: steps ascend; a "
                 "job that goes back to an earlier one makes a new Redundancy, on its new mesh"
             )
-        tree = map_leaves(without_stateful(state), lambda _, leaf: _reduced(leaf))
+        tree = map_leaves(without_stateful(state), lambda _, leaf: reduced(leaf))
         layouts: dict[str, Layout] = {}
         for path, leaf in leaves(tree):
             if isinstance(leaf, ShardedTensor):
@@ -333,8 +333,8 @@ class Redundancy:
                 local = leaf._local if isinstance(leaf, ShardedTensor) else leaf
                 parts[name_of(path)] = local.detach()
         rank = self.mesh.world.rank
-        in_splits = [_extent(placement, rank, other) for other in self._group.ranks]
-        out_splits = [_extent(placement, other, rank) for other in self._group.ranks]
+        in_splits = [extent(placement, rank, other) for other in self._group.ranks]
+        out_splits = [extent(placement, other, rank) for other in self._group.ranks]
         first = [
             name
             for other in self._group.ranks
@@ -344,10 +344,10 @@ class Redundancy:
         size = 0
         for name in dict.fromkeys([*first, *parts]):
             offsets[name] = size
-            size += _aligned(parts[name].nbytes)
+            size += aligned(parts[name].nbytes)
         own = torch.empty(size, dtype=torch.uint8, device=self.mesh.device)
         for name, part in parts.items():
-            _view(own, offsets[name], part.dtype, tuple(part.shape)).copy_(part)
+            view(own, offsets[name], part.dtype, tuple(part.shape)).copy_(part)
         state = map_leaves(
             tree, lambda path, leaf: _copied_leaf(leaf, own, offsets.get(name_of(path)))
         )
@@ -382,8 +382,8 @@ class Redundancy:
         start = 0
         for sender in self._group.ranks:
             for name, box, size in arriving.placement.sent.get((sender, rank), ()):
-                received[name, box] = _view(buffer, start, dtypes[name], box_shape(box))
-                start += _aligned(size)
+                received[name, box] = view(buffer, start, dtypes[name], box_shape(box))
+                start += aligned(size)
         state = arriving.state
         if arriving.own.device != self.device:
             state = map_leaves(state, lambda _, leaf: _moved_leaf(leaf, self.device))
@@ -400,16 +400,17 @@ class Redundancy:
         del self._versions[:-1]
 
 
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
+    """Return the bytes that a part of this size takes in a buffer."""
     return -(-size // _ALIGNED) * _ALIGNED
 
 
-def _extent(placement: Placement, sender: int, receiver: int) -> int:
+def extent(placement: Placement, sender: int, receiver: int) -> int:
     """Return the bytes that a rank sends to another, with the gaps between parts."""
-    return sum(_aligned(size) for *_, size in placement.sent.get((sender, receiver), ()))
+    return sum(aligned(size) for *_, size in placement.sent.get((sender, receiver), ()))
 
 
-def _view(buffer: Tensor, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+def view(buffer: Tensor, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """Return the tensor that starts at a byte of a buffer."""
     size = dtype.itemsize
     for length in shape:
@@ -422,13 +423,13 @@ def _copied_leaf(leaf: Any, own: Tensor, start: int | None) -> Any:
     if start is None:
         return copy.deepcopy(leaf)
     local = leaf._local if isinstance(leaf, ShardedTensor) else leaf
-    part = _view(own, start, local.dtype, tuple(local.shape))
+    part = view(own, start, local.dtype, tuple(local.shape))
     if isinstance(leaf, ShardedTensor):
         return ShardedTensor._make_guarded(part, leaf._layout)
     return part
 
 
-def _reduced(leaf: Any) -> Any:
+def reduced(leaf: Any) -> Any:
     """Return a leaf of which each rank has a part by itself."""
     return without_pending(leaf) if isinstance(leaf, ShardedTensor) else leaf
 

@@ -42,6 +42,8 @@ def run(
     steps: int,
     min_ranks: int = 1,
     spares: int = 0,
+    redundancy: int = 0,
+    refresh_every: int = 1,
     checkpoint: str | os.PathLike[str] | None = None,
     save_every: int | None = None,
     keep: int | None = None,
@@ -51,7 +53,9 @@ def run(
     Take `steps` steps. When a rank dies, hangs or cannot be reached, the others leave the step,
     agree on who is left, make process groups and mesh anew without restarting their processes, take
     over the last committed version of the state from each other, and go on (docs/elastic.md). A
-    step that raises is taken again once.
+    step that raises is taken again once. A rank that SIGTERM tells to go hands over what only it
+    holds at the end of its step, and raises SystemExit. Processes that join the job become
+    ranks at the end of a step: `sm.launch(..., elastic=True, restarts=1)` starts them.
 
     Args:
         build: (mesh) -> state: see `ElasticJob`.
@@ -62,13 +66,15 @@ def run(
         steps: how many.
         min_ranks: with fewer left the job ends.
         spares: how many ranks wait until they take the place of lost ones: see `ElasticJob`.
+        redundancy: 1 for copies of each rank's parts on another host: see `ElasticJob`.
+        refresh_every: after how many steps these are made.
         checkpoint: the folder of checkpoints: see `ElasticJob`.
         save_every: save one after so many steps; None for none.
         keep: how many to keep, as for `sm.checkpoint.save`; all by default.
 
     Raises: as `ElasticJob` and `ElasticJob.attempt`.
 
-    Communication: in each step a barrier over all ranks; one at the end.
+    Communication: in each step an all_reduce of 4 bytes over all ranks; a barrier at the end.
 
     Example:
         >>> run = sm.elastic.run(build, step, data, make_mesh=make_mesh, steps=1000)
@@ -79,16 +85,23 @@ def run(
             f"run(save_every={save_every}): write a positive number of steps, and checkpoint=folder"
         )
     job = ElasticJob(
-        build, make_mesh=make_mesh, min_ranks=min_ranks, spares=spares, checkpoint=checkpoint
+        build,
+        make_mesh=make_mesh,
+        min_ranks=min_ranks,
+        spares=spares,
+        redundancy=redundancy,
+        refresh_every=refresh_every,
+        checkpoint=checkpoint,
     )
     try:
-        while job.step < steps or not job.finish():
+        while not job.has_left and (job.step < steps or not job.finish()):
             before = job.step
             with job.attempt() as attempt:
                 if not job.is_spare:
                     batch = data(job.step, job.mesh)
                     attempt.loss = step(job.state, batch, job.mesh)
-            if save_every is not None and job.step > before and job.step % save_every == 0:
+            is_due = save_every is not None and job.step > before and job.step % save_every == 0
+            if is_due and not job.has_left:
                 job.save(keep=keep)
     finally:
         job.close()

@@ -12,9 +12,10 @@ optimizer, only when it is asked for, which is after a loss.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from ..redistribute.plan.cross_mesh import box_on
 from ..tensor.sharded_tensor import ShardedTensor
 from ..training.average import EMA
 
+_NONE: Mapping[str, Any] = MappingProxyType({})
 _IMMUTABLE = (int, float, bool, str, type(None))
 
 
@@ -227,11 +229,14 @@ def refuse_pipelines(tree: Any) -> None:
             )
 
 
-def missing_parts(tree: Any, ranks: Collection[int]) -> list[str]:
+def missing_parts(
+    tree: Any, ranks: Collection[int], copies: Mapping[str, Mapping[Box, Sequence[int]]] = _NONE
+) -> list[str]:
     """Return the parts of sharded tensors that none of these ranks of their world holds, as text.
 
     Args:
         tree: of leaves, as `snapshot` returns it.
+        copies: which ranks have a copy of which box besides, by name.
     """
     missing: list[str] = []
     for path, leaf in leaves(tree):
@@ -239,6 +244,8 @@ def missing_parts(tree: Any, ranks: Collection[int]) -> list[str]:
             continue
         layout = leaf._layout
         held = {box_on(layout, rank) for rank in ranks}
+        copied = copies.get(name_of(path), {})
+        held |= {box for box, holders in copied.items() if not set(holders).isdisjoint(ranks)}
         boxes = _boxes(layout) - held
         missing += [f"{name_of(path)}{list(box)}" for box in sorted(boxes) if box_size(box)]
     return missing

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from ...mesh.comm.null import NullWorld
+from ...mesh.comm.thread_context import thread_context
 from ...mesh.device_mesh import DeviceMesh
+from ...mesh.topology import Topology
 from ..checkpoint.tree import Leaf, PerRank, leaves, map_leaves, name_of
 from ..layout.layout import Layout
 from ..layout.partition_spec import P
@@ -49,6 +52,31 @@ def without_parts(tree: Any, mesh: DeviceMesh) -> Any:
         return SentLayout(leaf.spec, tuple(leaf.shape), leaf.dtype)
 
     return map_leaves(tree, sent)
+
+
+class SentMesh(NamedTuple):
+    """The mesh of the job, as it is sent to a rank that was in another world."""
+
+    device_type: str
+    ranks: list[Any]
+    axis_names: tuple[str, ...]
+    topology: Topology
+    size: int
+
+    @staticmethod
+    def of(mesh: DeviceMesh) -> SentMesh:
+        """Return a mesh to send."""
+        return SentMesh(
+            mesh.device_type, mesh.ranks.tolist(), mesh.axis_names, mesh.topology, mesh.world.size
+        )
+
+    def outside(self) -> DeviceMesh:
+        """Return the same mesh on a rank that is not of its world: it holds no part of anything."""
+        world = NullWorld(self.size, self.size + 1)
+        with thread_context.setting(world=world):
+            mesh = DeviceMesh(self.device_type, self.ranks, axis_names=self.axis_names)
+        mesh.topology = self.topology
+        return mesh
 
 
 def with_empty_parts(sent: Any, mesh: DeviceMesh, own: Any) -> Any:

@@ -33,7 +33,7 @@ class MappedEnv(AxisEnv):
     def tracked_by(self, checker: TypeChecker) -> Iterator[None]:
         """Make this the current environment in the block, in which `checker` tracks types."""
         before = self.checker, self.recording
-        with self.entered():
+        with self.as_current():
             self.checker, self.recording = checker, False
             try:
                 yield

@@ -24,6 +24,8 @@ from ...mesh.simulated.simulate import SimulatedWorld
 from ..tensor.random import RandomStream
 from .errors import JitError, at_line
 
+SEEDED = "random numbers of torch's generator after it was seeded inside sm.jit"
+
 
 class Position(NamedTuple):
     """The place in the stream at which a random tensor is drawn.
@@ -77,19 +79,18 @@ class Draws:
         """Return where the call leaves the stream."""
         return self.position(self._state.seed, self._state.drawn)
 
-    def refusal(self) -> JitError | None:
-        """Return an error if torch's generator was seeded inside the function, None otherwise.
+    def was_seeded(self) -> bool:
+        """Return whether torch's generator was seeded since the start with another seed.
 
-        A graph would draw other numbers.
+        Unlike `TorchGenerators.follow` it tells so where draws are not followed one by one.
         """
-        is_same = torch.default_generator.initial_seed() == self._seed_of_torch
-        return None if is_same else seeded_inside()
+        return torch.default_generator.initial_seed() != self._seed_of_torch
 
 
 def seeded_inside() -> JitError:
     """Return the error for numbers of a generator of torch whose state the function has set."""
     return at_line(
-        "random numbers of torch's generator after it was seeded inside sm.jit",
+        SEEDED,
         "Call torch.manual_seed outside of the function, or draw ShardedTensors, whose "
         "numbers depend on sm.random.manual_seed",
     )
@@ -223,8 +224,8 @@ def _state_of_host() -> Any:
 
 def advance(world: World, end: Position) -> None:
     """Leave the stream where a recorded call left it."""
-    state = world.state(RandomStream)
-    if end.seed is None:
-        state.drawn += end.offset
-    else:
+    if end.seed is not None:
+        state = world.state(RandomStream)
         state.seed, state.drawn = end.seed, end.offset
+    elif end.offset:
+        world.state(RandomStream).drawn += end.offset

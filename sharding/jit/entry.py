@@ -171,7 +171,8 @@ class Entry:
             self.runner = backend(program, inputs)
         outputs = run_plainly(self.runner, inputs)
         self.calls += 1
-        torch.autograd.graph.increment_version([inputs[i] for i in self._written])
+        if self._written:
+            torch.autograd.graph.increment_version([inputs[i] for i in self._written])
         advance(world, program.draws)
         return outputs
 
@@ -179,9 +180,14 @@ class Entry:
 # -- signatures ------------------------------------------------------------------------------------
 
 
-def key_of(leaves: Sequence[Any]) -> Any:
-    """Return what identifies the signature of a call, of its leaves and of torch's modes."""
-    return _modes(), tuple([_key(x) for x in leaves]), _same_memory(leaves)
+def key_of(leaves: Sequence[Any], tensors: Sequence[Tensor] | None = None) -> Any:
+    """Return what identifies the signature of a call, of its leaves and of torch's modes.
+
+    Args:
+        tensors: the local parts of the leaves, if the caller has them.
+    """
+    tensors = local_parts(leaves) if tensors is None else tensors
+    return _modes(), tuple([_key(x) for x in leaves]), _same_memory(tensors)
 
 
 def _key(x: Any) -> Any:
@@ -204,12 +210,11 @@ def local_parts(leaves: Sequence[Any]) -> list[Tensor]:
     ]
 
 
-def _same_memory(leaves: Sequence[Any]) -> Any:
+def _same_memory(parts: Sequence[Tensor]) -> Any:
     """Return for each tensor which one before it shares its memory, and how far apart they are.
 
     The result is None if no tensors share memory.
     """
-    parts = local_parts(leaves)
     if len(parts) < 2:
         return None
     storages = [x.untyped_storage()._cdata if x.numel() else -1 - i for i, x in enumerate(parts)]
@@ -224,14 +229,14 @@ def _same_memory(leaves: Sequence[Any]) -> Any:
 
 def _modes() -> Any:
     """Return the modes of torch that decide which operators run."""
-    autocast = (torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),)
-    if torch.cuda.is_initialized():
-        autocast += (torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),)
+    autocast: Any = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
+    if torch.is_autocast_enabled("cuda"):
+        autocast = autocast, torch.get_autocast_dtype("cuda")
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(),
+        torch._C._get_deterministic_algorithms(),
         autocast,
     )
 

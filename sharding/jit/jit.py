@@ -60,6 +60,38 @@ _OF_FUNCTIONS = (  # options that are no options for modules
 _SIGNATURES = 128  # whose recordings a function keeps in one world; each refers to its meshes
 
 
+class _OfWorld:
+    """What a function has in one world.
+
+    Attributes:
+        entries: the recordings of each signature, the least recently used first.
+        attempts: for each signature how many recordings in a row were dropped.
+        outside: signatures whose results a backward outside of the function has used.
+        parts: the modules whose calls are graphs, if the function is none.
+    """
+
+    def __init__(self) -> None:
+        self.entries: dict[Any, Recordings] = {}
+        self.attempts: dict[Any, int] = {}
+        self.outside: dict[Any, JoinedFunction] = {}
+        self.parts: Parts | None = None
+        self._peers: dict[Any, Peers] = {}
+
+    def peers_of(self, leaves: Sequence[Any]) -> Peers:
+        """Return the ranks that record together with this one where these are the arguments.
+
+        Others may call the function with a module or with tensors on another mesh.
+        """
+        where = tuple(
+            [
+                weakref.ref(x._layout.mesh if isinstance(x, ShardedTensor) else x)
+                for x in leaves
+                if isinstance(x, (ShardedTensor, nn.Module))
+            ]
+        )
+        return self._peers.setdefault(where, Peers())
+
+
 class JitFunction:
     """A function that runs as one graph: the result of `jit`."""
 
@@ -86,20 +118,7 @@ class JitFunction:
         self._in, self._out = options["in_shardings"], options["out_shardings"]
         self._fullgraph: bool = options["fullgraph"]
         self._check_state: bool = options["check_state"]
-        self._entries: weakref.WeakKeyDictionary[World, dict[Any, Recordings]] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._attempts: weakref.WeakKeyDictionary[World, dict[Any, int]] = (
-            weakref.WeakKeyDictionary()
-        )
-        # signatures whose results a backward outside of the function has used
-        self._outside: weakref.WeakKeyDictionary[World, dict[Any, JoinedFunction]] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._parts: weakref.WeakKeyDictionary[World, Parts] = weakref.WeakKeyDictionary()
-        self._peers: weakref.WeakKeyDictionary[World, dict[Any, Peers]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._states: weakref.WeakKeyDictionary[World, _OfWorld] = weakref.WeakKeyDictionary()
         self._reasons = Reasons(f)
         self._hyperparameters = Hyperparameters()
 
@@ -116,16 +135,17 @@ class JitFunction:
             args = _placed(f"{self!r}: in_shardings", args, self._in)
         leaves, tree = self._flatten(args, kwargs)
         world = current_world()
-        if _is_inside(leaves, world):
+        parts_of_leaves = local_parts(leaves)
+        if _is_inside(parts_of_leaves, world):
             return self._call(tree, leaves)
-        key = (tree, *key_of(leaves))
-        outside = self._outside.get(world)
-        if outside is not None and key in outside:
-            return outside[key](*args, **kwargs)
-        by_key = self._entries.get(world)
-        if by_key is None:
-            by_key = self._entries[world] = {}
+        key = (tree, *key_of(leaves, parts_of_leaves))
+        state = self._states.get(world)
+        if state is None:
+            state = self._states[world] = _OfWorld()
             world.dependents.add(self)
+        if state.outside and key in state.outside:
+            return state.outside[key](*args, **kwargs)
+        by_key = state.entries
         try:
             # The least recently used signature comes first, and is dropped first: recording takes
             # seconds.
@@ -135,9 +155,11 @@ class JitFunction:
             raise TypeError(f"{self!r}: static arguments must be hashable, {error}") from None
         if len(by_key) > _SIGNATURES:
             del by_key[next(iter(by_key))]
-        peers = entries.peers or self._peers_of(world, leaves)
+        peers = entries.peers
+        if peers is None:
+            peers = entries.peers = state.peers_of(leaves)
         need, selected, is_mixed = self._selected(leaves, entries, peers, world)
-        parts = self._parts.get(world)
+        parts = state.parts
         if is_mixed:
             result = self._run_mixed(leaves, tree, peers, world)
         elif need == FULL:
@@ -148,8 +170,8 @@ class JitFunction:
         elif need == RECORD:
             result = self._record(leaves, tree, key, entries, selected, peers, world)
         else:
-            if attempts := self._attempts.get(world):
-                attempts.pop(key, None)
+            if state.attempts:
+                state.attempts.pop(key, None)
             result = selected.entry(leaves, selected.carried, world, self.backend)
         if self._donated:
             _donate([args[i] for i in self._donated if i < len(args)], result)
@@ -157,11 +179,7 @@ class JitFunction:
 
     def forget_world(self, world: World) -> None:
         """Drop the graphs of a world that has ended, which refer to it."""
-        self._entries.pop(world, None)
-        self._attempts.pop(world, None)
-        self._parts.pop(world, None)
-        self._outside.pop(world, None)
-        self._peers.pop(world, None)
+        self._states.pop(world, None)
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Record the function on "meta", as this rank, and return the graph for inspection.
@@ -181,10 +199,11 @@ class JitFunction:
     def recorded(self) -> list[CompiledGraph]:
         """The graphs that this rank's calls have made, with the passes applied."""
         world = current_world()
-        entries = [*itertools.chain.from_iterable(self._entries.get(world, {}).values())]
-        if world in self._parts:
-            entries += self._parts[world].entries()
-        for function in self._outside.get(world, {}).values():
+        state = self._states.get(world) or _OfWorld()
+        entries = [*itertools.chain.from_iterable(state.entries.values())]
+        if state.parts is not None:
+            entries += state.parts.entries()
+        for function in state.outside.values():
             entries += function.recordings
         return [
             CompiledGraph(entry.recording.program, world, {}, None, self, entry)
@@ -197,7 +216,8 @@ class JitFunction:
 
         Empty where the whole function is one graph.
         """
-        parts = self._parts.get(current_world())
+        state = self._states.get(current_world())
+        parts = None if state is None else state.parts
         return {} if parts is None else {m: one.name for m, one in parts.joined.items()}
 
     @property
@@ -240,23 +260,6 @@ class JitFunction:
         if self._out is None:
             return result
         return _placed(f"{self!r}: out_shardings", result, self._out)
-
-    def _peers_of(self, world: World, leaves: Sequence[Any]) -> Peers:
-        """Return the ranks that record together with this one where these are the arguments.
-
-        Others may call the function with a module or with tensors on another mesh.
-        """
-        by_arguments = self._peers.get(world)
-        if by_arguments is None:
-            by_arguments = self._peers[world] = {}
-        where = tuple(
-            [
-                x._layout.mesh if isinstance(x, ShardedTensor) else weakref.ref(x)
-                for x in leaves
-                if isinstance(x, (ShardedTensor, nn.Module))
-            ]
-        )
-        return by_arguments.setdefault(where, Peers())
 
     def _selected(
         self, leaves: Sequence[Any], entries: Recordings, peers: Peers, world: World
@@ -317,7 +320,7 @@ class JitFunction:
     def _part(self, peers: Peers, world: World) -> None:
         """Let each rank record by itself, with the collectives of eager code."""
         peers.are_apart = True
-        for entries in self._entries.get(world, {}).values():
+        for entries in self._states[world].entries.values():
             if entries.peers is peers:
                 entries.clear()
 
@@ -349,9 +352,10 @@ class JitFunction:
         snapshot = Snapshot([("f", self._f), *reached], called=self._f, arguments=arguments)
         inputs = self._hyperparameters.inputs(snapshot)
         guard = Guard(snapshot, {one.place for one in inputs})
-        attempts = self._attempts.setdefault(world, {})
+        state = self._states[world]
+        attempts = state.attempts
         count = attempts.get(key, 0) + 1
-        keys = [other for other, known in self._entries[world].items() if known and other != key]
+        keys = [other for other, known in state.entries.items() if known and other != key]
         reasons = self._reasons.find(why, key, keys)
         meshes = _meshes(snapshot, leaves)
         ranks = [mesh.ranks.flatten().tolist() for mesh in meshes]
@@ -371,16 +375,16 @@ class JitFunction:
         if not (self._fullgraph or isinstance(recorded, str)):
             why = unmovable_read(recorded)
             recorded = recorded if why is None else Break(why)
+        if isinstance(recorded, str) and count >= _ATTEMPTS and not isinstance(recorded, Break):
+            recorded = Break(
+                f"{self!r} changes Python state in every call, which a graph would not do: "
+                f"{recorded}. Do it outside of the function, or keep the value in a tensor and "
+                "change that in place"
+            )
         program = run_passes(recorded, options, world, ranks, others)
         if isinstance(program, str):  # why there is none
             attempts[key] = count
-            if isinstance(program, Break) or count >= _ATTEMPTS:
-                if not isinstance(program, Break):
-                    program = Break(
-                        f"{self!r} changes Python state in every call, which a graph would not do: "
-                        f"{program}. Do it outside of the function, or keep the value in a tensor "
-                        "and change that in place"
-                    )
+            if isinstance(program, Break):
                 if self._fullgraph:
                     raise JitError(program)
                 self._break(program, snapshot, world)
@@ -403,7 +407,7 @@ class JitFunction:
         if meshes and options.any and not entries.number:
             peers.meshes, peers.device = ranks, meshes[0].device
             peers.count += 1
-            entries.peers, entries.number = peers, peers.count
+            entries.number = peers.count
         for read in program.reads if program.is_own else ():
             forget_lineages(read.graph)
         entries.append(
@@ -440,17 +444,17 @@ class JitFunction:
         units of `fully_shard` or `data_parallel`, which gather parameters and reduce gradients
         around their calls, the calls inside of units are the graphs.
         """
-        if peers.may_differ:  # the two programs of a signature are each rank's own
+        state = self._states[world]
+        if peers.agree:  # the two programs of a signature are each rank's own
             self._part(peers, world)
         is_of_units = any(hasattr(module, "_shardmesh_unit") for module in snapshot.modules)
         if is_of_units and not self._fullgraph:
-            self._entries.get(world, {}).pop(key, None)
-            if world not in self._parts:
-                self._parts[world] = self._new_parts(snapshot, world)
+            state.entries.pop(key, None)
+            if state.parts is None:
+                state.parts = self._new_parts(snapshot, world)
             return
-        joined = self._outside.setdefault(world, {})
-        if key not in joined:
-            joined[key] = JoinedFunction(
+        if key not in state.outside:
+            state.outside[key] = JoinedFunction(
                 self._placed_result,
                 snapshot.modules,
                 lambda: self.backend,
@@ -462,7 +466,7 @@ class JitFunction:
 
     def _break(self, reason: str, snapshot: Snapshot, world: World) -> None:
         """Run the function in parts from now on."""
-        self._parts[world] = parts = self._new_parts(snapshot, world)
+        self._states[world].parts = parts = self._new_parts(snapshot, world)
         if not world.rank:
             names = ", ".join(function.name for function in parts.joined.values())
             log_break(self._name, reason, f"with graphs of {names}" if names else "")
@@ -691,15 +695,15 @@ def _positions(
     return frozenset(places), frozenset([*named, *(order[i] for i in places if i < len(order))])
 
 
-def _is_inside(leaves: Sequence[Any], world: World) -> bool:
+def _is_inside(tensors: Sequence[Tensor], world: World) -> bool:
     """Return whether the call is part of something that needs its operators one by one.
 
     That is another recording, a transform, a mapped function, a backward pass, `accumulate_grads`,
-    or a computation whose gradient flows through an argument.
+    or a computation whose gradient flows through one of these tensors.
     """
     if thread_context.needs_each_operator or is_accumulating(world):
         return True
-    flows = any(x.requires_grad and not x.is_leaf for x in local_parts(leaves))
+    flows = any(x.requires_grad and not x.is_leaf for x in tensors)
     return flows or engine_hooks.current_backward() != -1
 
 

@@ -101,6 +101,10 @@ class JoinedFunction:
         self._dropped = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with thread_context.setting(in_joined_function=True):
+            return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         world = current_world()
         if (
             self.broken is not None

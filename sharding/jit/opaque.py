@@ -35,7 +35,7 @@ from ...mesh.comm.thread_context import thread_context
 from ..autograd import engine_hooks
 from ..ops.recomputation import in_present_state
 from .collectives import Site, at_site, group_name
-from .draws import Draws
+from .draws import SEEDED, Draws
 from .errors import at_line
 from .graph_builder import GraphBuilder, storage_of
 
@@ -492,8 +492,8 @@ class _Watch(TorchDispatchMode):
         return result
 
     def _problem(self, func: Any, operands: Sequence[Any]) -> str | None:
-        if torch.Tag.nondeterministic_seeded in func.tags and self._recorder.draws.refusal():
-            return "random numbers of torch's generator after it was seeded inside sm.jit"
+        if torch.Tag.nondeterministic_seeded in func.tags and self._recorder.draws.was_seeded():
+            return SEEDED
         for x in operands:
             if isinstance(x, torch.SymFloat):
                 return "numbers that the graph computes"

@@ -177,13 +177,16 @@ def changes_metadata(graph: fx.Graph) -> bool:
 
 def run_plainly(runner: Runner, inputs: Sequence[Any]) -> Sequence[Any]:
     """Run a graph, whose operators are those below autograd and autocast."""
-    with torch.no_grad():
-        if not torch.is_autocast_enabled("cpu") and not (
-            torch.cuda.is_initialized() and torch.is_autocast_enabled("cuda")
-        ):
+    is_autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    has_grad = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(False)  # what `torch.no_grad()` does, in fewer calls
+    try:
+        if not is_autocast:
             return runner(*inputs)
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             return runner(*inputs)
+    finally:
+        torch._C._set_grad_enabled(has_grad)
 
 
 def compile_eagerly(graph: fx.Graph, mark: Callable[[int], None] | None = None) -> Runner:

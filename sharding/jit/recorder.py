@@ -147,7 +147,7 @@ class GraphRecorder(TorchDispatchMode):
 
         A state that is not known is refused.
         """
-        if not (self.abstract or self.draws.torch.follow(self.builder.graph)):
+        if not self.draws.torch.follow(self.builder.graph):
             self.builder.refuse(seeded_inside())
 
     def refuse(self, problem: str, advice: str) -> None:
@@ -177,7 +177,6 @@ class GraphRecorder(TorchDispatchMode):
             return func(*args, **kwargs)
         refusal = _dynamic_shape(func, args, kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
-            refusal = refusal or self.draws.refusal()
             self.follow_generators()
         if refusal is not None:
             builder.refuse(refusal)

@@ -34,17 +34,18 @@ class Prologue:
     """Computes what a recording has read, before it runs.
 
     Attributes:
+        reads: for each value that is read a key, what computes it, and the read.
         communicates: whether that takes collectives.
     """
 
     def __init__(self, reads: Sequence[Read]) -> None:
-        self._reads, key = [], ""
+        self.reads, key = [], ""
         self.communicates = any(
             node.target in OPERATORS for read in reads for node in list(read.graph.nodes)
         )
         for read in reads:
             key = hashlib.blake2b(repr((key, _key(read))).encode(), digest_size=16).hexdigest()
-            self._reads.append((key, compile_eagerly(read.graph), read))
+            self.reads.append((key, compile_eagerly(read.graph), read))
 
     def results(self, leaves: Sequence[Any], known: dict[str, Sequence[Any]]) -> list[Any] | str:
         """Return the results of collectives, inputs of the graph; or which value differs.
@@ -53,7 +54,7 @@ class Prologue:
             known: what other recordings have computed in this call.
         """
         carried: list[Any] = []
-        for key, runner, read in self._reads:
+        for key, runner, read in self.reads:
             if key not in known:
                 inputs = [source([*leaves, *carried]) for source in read.sources]
                 known[key] = run_plainly(runner, inputs)
@@ -196,7 +197,7 @@ class Recordings(list[Any]):
             change = entry.change(leaves)
             if change is None:
                 count += 1
-                results = entry.prologue.results(leaves, known)
+                results = entry.prologue.results(leaves, known) if entry.prologue.reads else ()
                 if not isinstance(results, str):
                     return Selected(entry, results, why, count)
                 change = results

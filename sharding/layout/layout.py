@@ -1,4 +1,11 @@
-"""`Layout`: mesh, spec, global shape and dtype of a sharded tensor, and the box of each rank."""
+"""`Layout`: mesh, spec, global shape and dtype of a sharded tensor, and the box of each rank.
+
+    (5, 8) @ P("dp", "tp") on (dp=2, tp=4)    dim 0 is cut into 3 | 2, dim 1 into 2 | 2 | 2 | 2
+                                              box_at((1, 0)) is ((3, 5), (0, 2))
+
+`Layout.of` brings the spec to its normal form (`_normal_cuts`), so that equal layouts have equal
+specs, and looks it up among the layouts of the mesh (`MeshLayouts`), so that they are one object.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +100,8 @@ class Layout:
         where = tuple(where) if type(where) is list else where
         key = (where, tuple(shape) if type(shape) is list else shape, dtype)
         try:
-            layout = mesh.cache.recent.get(key)  # type: ignore[union-attr]  # by the spelling in which it was asked for before
+            # by the spelling in which it was asked for before
+            layout = mesh.cache.recent.get(key)  # type: ignore[union-attr]
         except AttributeError:  # the first one of the mesh
             layout = None
         except TypeError:  # not hashable
@@ -201,19 +209,16 @@ class Layout:
     def box_at(self, coordinate: Sequence[int]) -> Box:
         """Return the half-open interval per dim held by the rank at `coordinate` of the mesh."""
         box = []
-        for size, (sized, chunked) in zip(self.shape, self._cuts, strict=True):
-            start, stop = (0, size) if sized is None else sized.part_at(coordinate)
-            for axis, parts in chunked:
+        for size, cuts in zip(self.shape, self._dim_cuts, strict=True):
+            start, stop = (0, size) if cuts.sized is None else cuts.sized.part_at(coordinate)
+            for axis, parts in cuts.chunked:
                 start, stop = chunk(start, stop, parts, coordinate[axis])
             box.append((start, stop))
         return tuple(box)
 
     @cached_property
-    def _cuts(self) -> tuple[tuple[_SizedCut | None, tuple[tuple[int, int], ...]], ...]:
-        """Per dim, the cut into parts of given sizes, and the axes that chunk those further.
-
-        None stands for no such cut; of each axis there are the index and the size.
-        """
+    def _dim_cuts(self) -> tuple[_DimCuts, ...]:
+        """How each dim is cut."""
         per_dim = []
         for cuts in self.spec.cuts:
             axes = [
@@ -221,12 +226,11 @@ class Layout:
                 for cut in cuts
             ]
             sizes = cuts[0].sizes if cuts else None
-            sized = (
-                None if sizes is None else _SizedCut(axes[0], tuple(accumulate(sizes, initial=0)))
-            )
-            per_dim.append(
-                (sized, tuple(axis for (axis,) in (axes if sized is None else axes[1:])))
-            )
+            sized: _SizedCut | None = None
+            if sizes is not None:
+                sized = _SizedCut(axes.pop(0), tuple(accumulate(sizes, initial=0)))
+            # each of the other cuts is by one axis
+            per_dim.append(_DimCuts(sized, tuple([axis for (axis,) in axes])))
         return tuple(per_dim)
 
     def boxes(self) -> Iterator[tuple[tuple[int, ...], Box]]:
@@ -259,9 +263,9 @@ class Layout:
     def largest_local_shape(self) -> tuple[int, ...]:
         """Per dim the length of the longest part: the first one, if the interval is cut evenly."""
         lengths = []
-        for size, (sized, chunked) in zip(self.shape, self._cuts, strict=True):
-            length = size if sized is None else sized.longest
-            for _, parts in chunked:
+        for size, cuts in zip(self.shape, self._dim_cuts, strict=True):
+            length = size if cuts.sized is None else cuts.sized.longest
+            for _, parts in cuts.chunked:
                 length = -(-length // parts)
             lengths.append(length)
         return tuple(lengths)
@@ -342,6 +346,18 @@ class _SizedCut(NamedTuple):
         return max(stop - start for start, stop in pairwise(self.bounds))
 
 
+class _DimCuts(NamedTuple):
+    """How a dim is cut: into parts of given sizes, each of which is then chunked by further axes.
+
+    Attributes:
+        sized: the first cut; None if no sizes are given.
+        chunked: `(index, size)` of the other mesh axes, major to minor.
+    """
+
+    sized: _SizedCut | None
+    chunked: tuple[tuple[int, int], ...]
+
+
 def make_layout(mesh: AbstractMesh, spec: P, shape: Sequence[int], dtype: torch.dtype) -> Layout:
     """Call `Layout.of`: a function with a global name, which `torch.load` can be told to trust."""
     return Layout.of(mesh, spec, shape, dtype)
@@ -412,6 +428,14 @@ class MeshLayouts:
 def _intern(
     mesh: AbstractMesh, spec: P, shape: torch.Size, dtype: torch.dtype, is_cached: bool = True
 ) -> Layout:
+    """Return the layout of the mesh with this spec, made if there is none.
+
+    Args:
+        is_cached: whether to add it to the recent ones.
+
+    Raises:
+        ValueError: see `Layout.of`.
+    """
     if spec.sizes:
         cuts = [
             _normal_cuts(mesh, spec, dim, shape) if spec.cuts[dim] else ()
@@ -442,8 +466,8 @@ def _normal_cuts(mesh: AbstractMesh, spec: P, dim: int, shape: torch.Size) -> li
     _check_sizes(mesh, spec, dim, shape)
     for count in range(len(axes) + 1):
         inner = [mesh.size(axis) for axis in axes[count:]]
-        each = math.prod(inner)
-        merged = tuple(sum(sizes[i : i + each]) for i in range(0, len(sizes), each))
+        inner_parts = math.prod(inner)
+        merged = tuple(sum(sizes[i : i + inner_parts]) for i in range(0, len(sizes), inner_parts))
         if _chunk_lengths(merged, inner) == sizes:
             break
     outer = [Cut(axes[:count], merged)] if count else []

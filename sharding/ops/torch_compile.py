@@ -35,7 +35,8 @@ _ADVICE = (
 )
 _RULES = "torch._dynamo.trace_rules"
 ORIGINAL = "_orig_mod"  # where `torch.compile(module)` and `sm.jit(module)` keep the module
-_frames: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]  # the part of Dynamo in C++, which is always there
+# the part of Dynamo in C++, which is always there
+_frames: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
 _SKIP, _DEFAULT = _frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT
 
 

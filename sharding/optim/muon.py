@@ -52,7 +52,8 @@ class Muon(MatrixOptimizer):
         momentum: the factor of the old momentum.
         nesterov: look ahead by a step of momentum.
         ns_coefficients: of the quintic x -> a x + b x^3 + c x^5; by default those of Jordan et al.
-            2024, "Muon: An optimizer for hidden layers in neural networks", https://kellerjordan.github.io/posts/muon.
+            2024, "Muon: An optimizer for hidden layers in neural networks",
+            https://kellerjordan.github.io/posts/muon.
         eps: the minimum norm to divide a matrix by.
         ns_steps: iterations.
         adjust_lr_fn: how to adjust the learning rate of an m x n matrix, also of one in a stack.

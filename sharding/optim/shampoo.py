@@ -16,7 +16,7 @@ from ..lineage import comm_context, mixed, seed_of
 from ..tensor.convert import distribute_tensor
 from ..tensor.sharded_tensor import ShardedTensor
 from .matrix_optimizer import MatrixOptimizer, as_number, check_not_negative, with_grads
-from .owners import MatrixUnit, Owners, layout_at, owners_of
+from .owners import MatrixUnit, layout_at, owners_of
 
 _SHAMPOO = seed_of("shampoo")
 _SIDES = ("left", "right")
@@ -127,25 +127,24 @@ class Shampoo(MatrixOptimizer):
                     )
 
     def _step_matrices(self, groups: Sequence[dict[str, Any]]) -> None:
-        places: dict[Any, list[Any]] = {}
+        alike: dict[Any, list[Any]] = {}  # (mesh, dtype of the statistics) -> (parameter, group)
         for p, group in with_grads(groups):
             state = self.state[p]
             state["step"] = state.get("step", torch.tensor(0.0)) + 1
             mesh = p.mesh if isinstance(p, ShardedTensor) else None
-            places.setdefault((mesh, torch.promote_types(p.dtype, torch.float32)), []).append(
-                (p, group)
-            )
-        for (mesh, dtype), some in places.items():
+            dtype = torch.promote_types(p.dtype, torch.float32)
+            alike.setdefault((mesh, dtype), []).append((p, group))
+        for (mesh, dtype), members in alike.items():
             if mesh is None:
-                directions = [self._alone(p, group, dtype) for p, group in some]
+                directions = [self._direction(p, group, dtype) for p, group in members]
             elif mesh.coordinate is None:
-                directions = [p.grad for p, _ in some]
+                directions = [p.grad for p, _ in members]
             else:
-                directions = self._by_owners(some, mesh, dtype)
-            for (p, group), direction in zip(some, directions, strict=True):
-                self._apply(p, group, direction)
+                directions = self._directions_by_owners(members, mesh, dtype)
+            for (p, group), direction in zip(members, directions, strict=True):
+                self._update(p, group, direction)
 
-    def _apply(self, p: Any, group: dict[str, Any], direction: Tensor) -> None:
+    def _update(self, p: Any, group: dict[str, Any], direction: Tensor) -> None:
         rate = as_number(group["lr"])
         state = self.state[p]
         if group["momentum"]:
@@ -157,38 +156,40 @@ class Shampoo(MatrixOptimizer):
         p.mul_(1 - rate * group["weight_decay"])
         p.add_(direction, alpha=-rate)
 
-    def _alone(self, p: Tensor, group: dict[str, Any], dtype: torch.dtype) -> Tensor:
+    def _direction(self, p: Tensor, group: dict[str, Any], dtype: torch.dtype) -> Tensor:
         """Return the direction of a plain matrix."""
         direction = torch.empty_like(p, dtype=dtype)
-        for b, box in enumerate(blocks(p.shape, group["block_size"])):
+        has_new_roots = self._has_new_roots(p, group)
+        for block, box in enumerate(blocks(p.shape, group["block_size"])):
             index = slices(box)
-            state = self._state_of(p, b, box, group, dtype, None)
-            direction[index] = _precondition(
-                p.grad[index].to(dtype),  # type: ignore[index]
-                state,
-                group,
-                self._renews(p, group),
-            )
+            state = self._block_state(p, block, box, group, dtype, None)
+            grad = p.grad[index].to(dtype)  # type: ignore[index]
+            direction[index] = _precondition(grad, state, group, has_new_roots)
         return direction
 
-    def _by_owners(
-        self, some: Sequence[Any], mesh: DeviceMesh, dtype: torch.dtype
+    def _directions_by_owners(
+        self, members: Sequence[Any], mesh: DeviceMesh, dtype: torch.dtype
     ) -> list[ShardedTensor]:
-        """Return the laid-out directions of matrices on one mesh. Communication: two all_to_all."""
-        grads = [p.grad for p, _ in some]
+        """Return the directions of sharded matrices on one mesh, in the layouts of their gradients.
+
+        Communication: two all_to_all.
+        """
+        grads = [p.grad for p, _ in members]
         layouts = tuple(g._layout for g in grads)
-        units, numbers = _units(layouts, [group["block_size"] for _, group in some])
+        units, numbers = _units(layouts, [group["block_size"] for _, group in members])
         owners = owners_of(layouts, units, dtype)
-        states = [
-            self._owned_state(some[u.tensor], b, u, owners, i, dtype)
-            for i, (u, b) in enumerate(zip(units, numbers, strict=True))
-        ]
+        states = []
+        for unit, block, owner in zip(units, numbers, owners.owner, strict=True):
+            p, group = members[unit.tensor]
+            sides = [layout_at(p.mesh, owner, (n, n), dtype) for n in box_shape(unit.box)]
+            states.append(self._block_state(p, block, unit.box, group, dtype, sides))
         with comm_context(owners.group.world, mixed(_SHAMPOO, grads)):
             # parts may be offloaded to the host
             wholes = owners.gather([g._local.to(mesh.device) for g in grads])
             for i in owners.own_units:
-                p, group = some[units[i].tensor]
-                wholes[i] = _precondition(wholes[i], states[i], group, self._renews(p, group))
+                p, group = members[units[i].tensor]
+                has_new_roots = self._has_new_roots(p, group)
+                wholes[i] = _precondition(wholes[i], states[i], group, has_new_roots)
             parts = [torch.empty_like(g._local, dtype=dtype, device=mesh.device) for g in grads]
             owners.scatter(wholes, parts)
         return [
@@ -196,37 +197,29 @@ class Shampoo(MatrixOptimizer):
             for part, g in zip(parts, grads, strict=True)
         ]
 
-    def _owned_state(
-        self,
-        where: tuple[Any, dict[str, Any]],
-        b: int,
-        unit: MatrixUnit,
-        owners: Owners,
-        i: int,
-        dtype: torch.dtype,
-    ) -> dict[str, Tensor]:
-        p, group = where
-        at = [layout_at(p.mesh, owners.owner[i], (n, n), dtype) for n in box_shape(unit.box)]
-        return self._state_of(p, b, unit.box, group, dtype, at)
-
-    def _state_of(
+    def _block_state(
         self,
         p: Any,
-        b: int,
+        block: int,
         box: Box,
         group: dict[str, Any],
         dtype: torch.dtype,
-        at: Sequence[Layout] | None,
+        layouts: Sequence[Layout] | None,
     ) -> dict[str, Tensor]:
-        """Return this rank's parts of block `b`'s preconditioners and roots, created if missing."""
+        """Return this rank's parts of a block's preconditioners and roots, created if missing.
+
+        Args:
+            block: its index in the matrix, and `box` where it is.
+            layouts: of the left and the right ones; None for a plain matrix.
+        """
         names = (
             [*_SIDES, *(f"{side}_root" for side in _SIDES)] if group["update_freq"] > 1 else _SIDES
         )
         parts = {}
         for i, name in enumerate(names):
             n = box_shape(box)[i % 2]
-            layout = None if at is None else at[i % 2]
-            key = f"{name}_{b}"
+            layout = None if layouts is None else layouts[i % 2]
+            key = f"{name}_{block}"
             matrix = self.state[p].get(key)
             if matrix is None:
                 matrix = _identity(
@@ -245,7 +238,8 @@ class Shampoo(MatrixOptimizer):
             parts[name] = matrix if layout is None else matrix._local  # type: ignore[attr-defined]
         return parts
 
-    def _renews(self, p: Tensor, group: dict[str, Any]) -> bool:
+    def _has_new_roots(self, p: Tensor, group: dict[str, Any]) -> bool:
+        """Return whether roots are computed in this step."""
         return (int(self.state[p]["step"]) - 1) % group["update_freq"] == 0
 
 
@@ -288,7 +282,7 @@ def _identity(
 
 
 def _precondition(
-    g: Tensor, state: dict[str, Tensor], group: dict[str, Any], renews: bool
+    g: Tensor, state: dict[str, Tensor], group: dict[str, Any], has_new_roots: bool
 ) -> Tensor:
     """Update the statistics of a whole block and return its direction."""
     state["left"].addmm_(g, g.mT)
@@ -296,8 +290,9 @@ def _precondition(
     if group["update_freq"] == 1:
         left, right = (inverse_fourth_root(state[side], group["epsilon"]) for side in _SIDES)
         return left @ g @ right
-    for side in _SIDES if renews else ():
-        state[f"{side}_root"].copy_(inverse_fourth_root(state[side], group["epsilon"]))
+    if has_new_roots:
+        for side in _SIDES:
+            state[f"{side}_root"].copy_(inverse_fourth_root(state[side], group["epsilon"]))
     return state["left_root"] @ g @ state["right_root"]
 
 

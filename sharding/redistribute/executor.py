@@ -41,7 +41,7 @@ from .step_collectives import (
 )
 
 _NOTHING = nullcontext()  # may be entered many times
-_NAMED = 4  # number of tensors of a bucket that are named in errors
+_NAMED_TENSORS = 4  # of a bucket, in errors
 Pair = tuple[Layout, Layout]
 Launched = list[tuple["_Bucket", Pending[list[Tensor]]]]
 
@@ -79,28 +79,34 @@ class _Stage:
     __slots__ = ("before", "buckets", "makes_new")
 
     def __init__(self, segments: Sequence[Sequence[Step]], is_final: Sequence[bool]) -> None:
-        together: dict[object, list[int]] = {}
+        """Compile the stage.
+
+        Args:
+            segments: for each tensor its steps, of which the last may be a collective.
+            is_final: for each tensor, whether the stage ends its plan.
+        """
         local = [[step for step in segment if step.is_local] for segment in segments]
+        together: dict[object, list[int]] = {}
         for i, segment in enumerate(segments):
             if segment and not segment[-1].is_local:
-                key = device_mesh(segment[-1].src).group(segment[-1].axes), bucket_key(segment[-1])
-                together.setdefault(key, []).append(i)
+                group = device_mesh(segment[-1].src).group(segment[-1].axes)
+                together.setdefault((group, bucket_key(segment[-1])), []).append(i)
         self.buckets: list[_Bucket] = []
         for members in together.values():
             steps = [segments[i][-1] for i in members]
-            scales = {_exact_scale(local[i]) for i in members}
-            scale = scales.pop() if len(scales) == 1 and can_scale(steps[0]) else None
-            # the division of an average is done while packing, with the same bits
+            scale = None
+            if can_scale(steps[0]):
+                # the division of an average is done while packing, with the same bits
+                scale = _common_scale([local[i] for i in members])
             if scale is not None:
                 for i in members:
-                    local[i] = local[i][:-1]
-            collective = compile_collective(steps, scale)
+                    local[i].pop()
             self.buckets.append(
                 _Bucket(
                     members,
-                    collective,
-                    steps[0].op == "all_reduce",
-                    all(is_final[i] for i in members),
+                    compile_collective(steps, scale),
+                    is_all_reduce=steps[0].op == "all_reduce",
+                    is_final=all(is_final[i] for i in members),
                 )
             )
         self.makes_new = [any(step.op == "scale" for step in steps) for steps in local]
@@ -109,12 +115,19 @@ class _Stage:
         ]
 
 
+def _common_scale(local: Sequence[Sequence[Step]]) -> float | None:
+    """Return the factor of the last local steps of all tensors, if it is one power of two."""
+    scales = {_exact_scale(steps) for steps in local}
+    return scales.pop() if len(scales) == 1 else None
+
+
 def _exact_scale(steps: Sequence[Step]) -> float | None:
     """Return the factor of the last of these steps, if it divides by a power of two."""
-    if not steps or steps[-1].op != "scale":
+    if not steps or steps[-1].op != "scale" or not steps[-1].src.dtype.is_floating_point:
         return None
     count = steps[-1].group_size
-    return 1 / count if steps[-1].src.dtype.is_floating_point and count & (count - 1) == 0 else None
+    is_power_of_two = count & (count - 1) == 0
+    return 1 / count if is_power_of_two else None
 
 
 class Executor:
@@ -136,23 +149,19 @@ class Executor:
             p.steps if mesh.coordinate is not None else ()
             for p, mesh in zip(plans, meshes, strict=True)
         ]
-        segments, last = zip(*map(_segments, steps), strict=True)
-        depth = max(map(len, segments))
-        self.stages = [
-            _Stage(
-                [plan_segments[k] if k < len(plan_segments) else () for plan_segments in segments],
-                [
-                    k == len(plan_segments) - 1 and not rest
-                    for plan_segments, rest in zip(segments, last, strict=True)
-                ],
-            )
-            for k in range(depth)
-        ]
-        self.after = [[compile_local(step) for step in rest] for rest in last]
+        segments, rests = zip(*map(_segments, steps), strict=True)
+        self.stages = []
+        for k in range(max(map(len, segments))):
+            stage = [own[k] if k < len(own) else () for own in segments]
+            is_final = [
+                k == len(own) - 1 and not rest for own, rest in zip(segments, rests, strict=True)
+            ]
+            self.stages.append(_Stage(stage, is_final))
+        self.after = [[compile_local(step) for step in rest] for rest in rests]
         self._dtypes = [p.dst.dtype for p in plans]
         self._tag = CommTag(_name(plans))
         self._runs = self._sequential() if len(plans) == 1 else []
-        # the result for a part on "meta"
+        # the layout of a result on "meta"; None if that is where the mesh computes
         self._meta_result = plans[0].dst if meshes[0].device_type != "meta" else None
 
     @property
@@ -170,13 +179,9 @@ class Executor:
         runs: list[tuple[Callable[..., Any], bool | None]] = []
         for number, stage in enumerate(self.stages):
             runs += [(run, None) for run in stage.before[0]]
+            is_new = number > 0 or stage.makes_new[0]
             for bucket in stage.buckets:
-                runs.append(
-                    (
-                        bucket.collective.start,
-                        (number > 0 or stage.makes_new[0]) and bucket.is_all_reduce,
-                    )
-                )
+                runs.append((bucket.collective.start, is_new and bucket.is_all_reduce))
         return [*runs, *((run, None) for run in self.after[0])]
 
     def __call__(self, local: Tensor) -> Tensor:
@@ -240,6 +245,7 @@ class Executor:
         outs: Sequence[Tensor] | None,
         tag: CommTag,
     ) -> Launched:
+        """Run a stage's local steps, and launch its collectives; their parts are None meanwhile."""
         for i, runs in enumerate(stage.before):
             for run in runs:
                 parts[i] = run(parts[i])
@@ -259,6 +265,7 @@ class Executor:
         return launched
 
     def _results(self, parts: list[Any], outs: Sequence[Tensor] | None) -> list[Tensor]:
+        """Return the parts after the last local steps, in the plans' dtypes, perhaps in `outs`."""
         results = []
         for i, (part, runs, dtype) in enumerate(zip(parts, self.after, self._dtypes, strict=True)):
             for run in runs:
@@ -280,6 +287,7 @@ def _segments(steps: Sequence[Step]) -> tuple[list[list[Step]], list[Step]]:
 
 
 def _finish(launched: Launched, parts: list[Any], is_new: list[bool]) -> None:
+    """Wait for the collectives of a stage, and put their results in the places of the parts."""
     for bucket, pending in launched:
         for i, result in zip(bucket.members, pending.wait(), strict=True):
             parts[i], is_new[i] = result, True
@@ -293,7 +301,7 @@ def _name(plans: Sequence[Plan]) -> str:
         return moves[0]
     return (
         f"{len(moves)} tensors "
-        f"({'; '.join(moves[:_NAMED])}{', ...' if len(moves) > _NAMED else ''}, "
+        f"({'; '.join(moves[:_NAMED_TENSORS])}{', ...' if len(moves) > _NAMED_TENSORS else ''}, "
         f"{stable_hash(str(moves)):x})"
     )
 

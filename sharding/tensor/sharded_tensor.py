@@ -112,7 +112,8 @@ class ShardedTensor(Tensor):
     _reduced_grad: ShardedTensor | None = None
     _accumulated_grad: ShardedTensor | None = None
     _after_grad_hooks: dict[int, Any] | None = None
-    is_sparse = False  # type: ignore[assignment]  # asked of every gradient by torch's optimizers, so without a dispatch
+    # asked of every gradient by torch's optimizers, so without a dispatch
+    is_sparse = False  # type: ignore[assignment]
 
     @staticmethod
     def _make(local: Tensor, layout: Layout) -> ShardedTensor:
@@ -138,7 +139,8 @@ class ShardedTensor(Tensor):
             device=local.device,
             requires_grad=local.requires_grad,
         )
-        torch._C._set_throw_on_mutable_data_ptr(out)  # type: ignore[attr-defined]  # it has no memory
+        # it has no memory
+        torch._C._set_throw_on_mutable_data_ptr(out)  # type: ignore[attr-defined]
         out._local = local
         out._layout = layout
         out._lineage = root(layout) if lineage is None else lineage

@@ -164,17 +164,17 @@ class Batches:
         if not self._axes:
             for batch in self.loader:
                 rows = _row_count(batch)
-                yield self._counted(self._to_sharded(batch, (), rows), rows)
+                yield self._count_samples(self._to_sharded(batch, (), rows), rows)
         else:
             for batch in uneven_inputs(self.loader, self.mesh, self._axes, mode="empty"):
                 rows = _row_count(batch)
                 lengths = lengths_along(self.mesh, self._axes, rows)
-                yield self._counted(self._to_sharded(batch, lengths, rows), sum(lengths))
+                yield self._count_samples(self._to_sharded(batch, lengths, rows), sum(lengths))
         if self._stream is not None:
             self._stream.finish()
 
-    def _counted(self, batch: Any, samples: int) -> Any:
-        """Count the samples of a batch before the loop's body, which may save the position."""
+    def _count_samples(self, batch: Any, samples: int) -> Any:
+        """Return the batch; its samples count before the body of the loop, which may save."""
         if self._stream is not None:
             self._stream.advance(samples)
         return batch

@@ -87,7 +87,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
                 micro_batch = [next(own) for _ in range(rows[self.sampler.rank])]
                 if micro_batch:
                     yield micro_batch
-        self.sampler.iterated()
+        self.sampler.rewind()
 
     def __len__(self) -> int:
         """Return the number of this rank's micro-batches that have rows, in the next iteration."""

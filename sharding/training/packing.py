@@ -86,7 +86,7 @@ def pack(
     pieces: list[_Piece] = []
     first = 0
     for number, document in enumerate(documents):
-        ids, targets = _checked(number, document)
+        ids, targets = _tokens_and_labels(number, document)
         if long == "truncate":
             ids, targets = ids[:length], targets[:length]
         for start in range(0, len(ids), length):
@@ -188,7 +188,7 @@ def document_mask(position_ids: Tensor) -> Tensor:
 # --------------------------------------------------------------------------------------------------
 
 
-def _checked(number: int, document: Document) -> tuple[np.ndarray, np.ndarray]:
+def _tokens_and_labels(number: int, document: Document) -> tuple[np.ndarray, np.ndarray]:
     """Return tokens and labels of a document, as new arrays of int64. Raises: ValueError."""
     source: Any = document
     ids = source["input_ids"] if isinstance(document, Mapping) else source

@@ -96,7 +96,7 @@ class DistributedSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         """Yield this rank's samples of the epoch, after `load_state_dict` of the rest of it."""
         yield from self.remaining()[self.rank :: self.num_replicas]
-        self.iterated()
+        self.rewind()
 
     def __len__(self) -> int:
         """Return the number of samples of this rank in the next iteration."""
@@ -106,7 +106,7 @@ class DistributedSampler(Sampler[int]):
         """Return the samples of all ranks in the next iteration, in order."""
         return self._order()[self._start : self._stop].tolist()
 
-    def iterated(self) -> None:
+    def rewind(self) -> None:
         """Let a further iteration of the epoch give all of its samples."""
         self._start = 0
 

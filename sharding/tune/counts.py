@@ -170,6 +170,7 @@ class OperatorCounts(TorchDispatchMode):
         block: the index of the block whose forward is running; the caller sets it.
         saved: the numbers of what autograd saves, without parameters and buffers.
         keys_and_values: bytes of the keys and values of all attention.
+        of_weights: the numbers of parameters, buffers, and gradients of parameters.
     """
 
     def __init__(self, constants: Sequence[Tensor]) -> None:
@@ -180,7 +181,7 @@ class OperatorCounts(TorchDispatchMode):
         self.saved: set[int] = set()
         self.keys_and_values = 0
         self._weights = {tuple(_local(x).shape) for x in constants if x.ndim > 1}
-        self._of_weights = set(self.tape.constants)  # and their gradients
+        self.of_weights = set(self.tape.constants)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -212,7 +213,7 @@ class OperatorCounts(TorchDispatchMode):
             inputs = [*results, *inputs[1:]]  # as much of the first as of the result
         moved = fixed = 0
         for x in (*inputs, *results):
-            if self.tape.key(x) in self._of_weights:
+            if self.tape.key(x) in self.of_weights:
                 fixed += _bytes(x)
             else:
                 moved += _bytes(x)
@@ -227,7 +228,7 @@ class OperatorCounts(TorchDispatchMode):
         self, name: str, kind: Kind, inputs: Sequence[Tensor], results: Sequence[Tensor]
     ) -> None:
         """Note results whose size is that of weights: products of activations, and what follows."""
-        are_weights = [self.tape.key(x) in self._of_weights for x in inputs]
+        are_weights = [self.tape.key(x) in self.of_weights for x in inputs]
         if kind == "matmul":
             is_gradient = not any(are_weights) and all(
                 tuple(x.shape) in self._weights or tuple(x.shape[::-1]) in self._weights
@@ -238,7 +239,7 @@ class OperatorCounts(TorchDispatchMode):
                 bool(are_weights) and all(are_weights) and kind == "other"
             )
         if is_gradient:
-            self._of_weights.update(map(self.tape.key, results))
+            self.of_weights.update(map(self.tape.key, results))
 
     def save(self, x: Tensor) -> Tensor:
         """Note a tensor that autograd saves; a hook of `torch.autograd.graph`."""
@@ -341,7 +342,9 @@ class _FusedAttention(torch.autograd.Function):
         on_forward: Callable[..., None],
         on_backward: Callable[..., None],
     ) -> Tensor:
-        out = query.new_empty(*query.shape[:-1], value.shape[-1])
+        # as kernels lay it out: heads next to features, so that joining them copies nothing
+        rows = query.transpose(-3, -2).shape[:-1]
+        out = query.new_empty(*rows, value.shape[-1]).transpose(-3, -2)
         normalizers = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, out, normalizers)
         ctx.on_backward = on_backward

@@ -31,7 +31,7 @@ from ..tensor.sharded_tensor import ShardedTensor
 from ..trees import tensors_in
 from .counts import OperatorCounts, Phase, WithoutValues
 from .plans import own_plan, sequence_plan, styles_of
-from .variants import compile_tape, eager, fused, received_in_block, select
+from .variants import backward_transient, compile_tape, eager, fused, received_in_block, select
 
 Loss = Callable[[Any, Any], Any]
 
@@ -85,6 +85,7 @@ class ModelCosts:
         tied: whether a parameter is used on both sides.
         stream: bytes of the input of a block.
         transient: bytes that backward holds for a moment at the loss, beyond what was saved.
+        block_transient: the same in the blocks.
     """
 
     block: Costs
@@ -94,6 +95,7 @@ class ModelCosts:
     tied: bool
     stream: float
     transient: float
+    block_transient: float
 
 
 @dataclass(frozen=True)
@@ -243,7 +245,16 @@ class Description:
             largest = max(largest, block.parameters)
             if members[0] == first:
                 edges = one.costs.plus(block, -1)
-        return ModelCosts(average, largest, edges, one.first, one.tied, one.stream, one.transient)
+        return ModelCosts(
+            average,
+            largest,
+            edges,
+            one.first,
+            one.tied,
+            one.stream,
+            one.transient,
+            one.block_transient,
+        )
 
     def _run(self, blocks: list[int], tp: int, sequence_parallel: bool, compiled: bool) -> _Run:
         mesh = AbstractMesh((tp,), ("tp",))
@@ -271,9 +282,8 @@ class Description:
                 f"{error}"
             ) from error
         run: _Run = evaluated.result
-        # the gradients of the head are there once, whatever the number of rows
-        once = evaluated.argument_bytes + self.dtype.itemsize * run.last
-        return replace(run, transient=max(0.0, evaluated.peak_bytes - run.saved - once))
+        transient = evaluated.peak_bytes - evaluated.argument_bytes - run.saved
+        return replace(run, transient=max(0.0, transient))
 
 
 @dataclass(frozen=True)
@@ -282,8 +292,8 @@ class _Run:
     first: float
     tied: bool
     stream: float
-    last: float
     saved: float  # without compilation
+    block_transient: float
     transient: float = 0
 
 
@@ -326,8 +336,10 @@ def _run_once(model: nn.Module, batch: Any, loss: Loss, blocks: str, *, is_compi
         places.first_parameters(),
         places.is_tied(),
         places.stream,
-        places.last_parameters(),
         sum(tape.sizes[key] for key in counts.saved),
+        backward_transient(
+            tape, forward_operations, tape.operations, counts.saved, counts.of_weights
+        ),
     )
 
 
@@ -398,10 +410,6 @@ class _Places:
     def first_parameters(self) -> float:
         """Return the elements of the parameters that are used before the blocks."""
         return sum(_local_numel(x) for x in {id(x): x for x in self._before}.values())
-
-    def last_parameters(self) -> float:
-        """Return the elements of the parameters that are used after the blocks have begun."""
-        return sum(_local_numel(x) for x in {id(x): x for x in self._after}.values())
 
     def is_tied(self) -> bool:
         return bool({id(x) for x in self._before} & {id(x) for x in self._after})

@@ -4,16 +4,17 @@ With P parameters on the rank's stages and tp rank, n ranks that share them, bfl
 AdamW in float32:
 
     parameters     4 P / n
-    gradients      4 P / n, but at the loss of a first microbatch
+    gradients      4 P / n, if an earlier microbatch has made some
     optimizer      8 P / n
-    gathered       2 bytes of the outermost unit; in a block's backward also of two blocks, and 6 of
-                   its gradients. With gather="step" 6 P. Where n = 1, the copy in use of 2 P, and
-                   4 P of sums while microbatches accumulate
+    gathered       2 bytes of the outermost unit; in a block's backward also of two blocks, and the
+                   gradients of one, of 2 bytes, or of 4 while they are reduced. With gather="step"
+                   6 P. Where n = 1, the copy in use of 2 P
     activations    what a microbatch saves in a block, times blocks and live microbatches; with
-                   recomputation the inputs of blocks, and all of one block
+                   recomputation the inputs of blocks, and all of one block; what a block's backward
+                   computes
     loss           what the head saves, and what its backward holds for a moment
 
-The peak is at the loss, or in the backward of the last block.
+The peak is at the loss, or in the backward of one of the last two blocks or of the first.
 """
 
 from __future__ import annotations
@@ -85,39 +86,70 @@ def memory_of(form: Form, model: Description, rank: int) -> Memory:
     blocks = sum(split.layers[stage] for stage in stages)
     edges = held - blocks * costs.block.parameters
     shards = form.shards
-    accumulates = form.microbatches > 1
     live = live_microbatches(form, rank)
-    if form.recompute == "none":
-        gathered = costs.block.gathered if form.regather else 0.0
-        activations = scale * live * blocks * (costs.block.saved - gathered)
-        activations += scale * gathered  # of one block
-    else:
-        saved = costs.stream
-        if form.recompute == "selective":
-            saved += costs.block.selected
-        activations = scale * (live * blocks * saved + max(0.0, costs.block.saved - saved))
+    block = costs.block
+    again = 0.0  # bytes of a row that backward of a block computes or gathers again
+    saved = block.saved
+    if form.regather:
+        again = block.gathered
+        saved -= again
+    elif form.recompute != "none":
+        saved = costs.stream + (block.selected if form.recompute == "selective" else 0.0)
+        again = max(0.0, block.saved - saved)
+    activations = scale * live * blocks * saved
     has_loss = len(split.layers) - 1 in stages
-    loss = scale * (costs.edges.saved + costs.transient) if has_loss else 0.0
+    # With recomputation, copies in use last no longer than gathered parameters do.
+    frees = form.gather == "microbatch" and (shards > 1 or form.recompute != "none")
+    in_use = edges if frees else held
+    whole = _IN_USE * in_use + (_REDUCED * held if shards > 1 and form.gather == "step" else 0.0)
+    of_blocks = min(2 if shards > 1 else 1, blocks) * costs.largest_block if frees else 0.0
     gradients = _OWN * held / shards
-    at_loss = gradients if accumulates else 0.0
+    # Sums of earlier microbatches: none if all forwards come before the first backward, and whole
+    # ones, among what is gathered, with gather="step".
+    if form.gather == "step":
+        gradients = 0.0
+    before = gradients if form.microbatches > live else 0.0
+    loss = scale * (costs.edges.saved + costs.transient) if has_loss else 0.0
+    last = edges - costs.first if has_loss else 0.0
+    head = reduction = opened = 0.0
     if shards == 1:
-        gathered = _IN_USE * held + (_REDUCED * held if accumulates else 0.0)
-        in_block = in_loss = gathered
-    elif form.gather == "step":
-        in_block = in_loss = (_IN_USE + _REDUCED) * held
-    else:
-        in_loss = _IN_USE * edges
-        in_block = in_loss + _IN_USE * min(2, blocks) * costs.largest_block
-        in_block += (_IN_USE + _REDUCED) * costs.largest_block
-    # the peak is at the loss, or in the backward of the last block, when the loss is gone
-    peak_at_loss = in_loss + loss + at_loss > in_block + gradients
+        opened = _REDUCED * costs.largest_block  # a buffer that gradients are copied into
+    elif frees:  # gradients of the head wait for those of the embedding
+        head = _IN_USE * last
+        reduction = _REDUCED * costs.largest_block
+        of_blocks += costs.largest_block / shards  # cast for the next gather
+    in_blocks = whole + _IN_USE * of_blocks + head
+    products = _IN_USE * costs.largest_block + max(reduction, opened)
+    begin = scale * (again + costs.block_transient)
+    if form.pp > 1:
+        begin += scale * costs.stream  # a gradient that is received
+    one = scale * saved
+    # (gradients, gathered, activations, loss) at the loss; at the beginning of the backward of the
+    # last block, and at its end, when the gradients of its weights are there; and in the block
+    # before, while those are reduced
+    moments = [
+        (before, whole, activations, loss),
+        (before, in_blocks + opened, activations + begin, 0.0),
+        (before, in_blocks + products, activations - one, 0.0),
+    ]
+    if blocks > 1:
+        moments.append((before, in_blocks + reduction, activations - one + begin, 0.0))
+    if before < gradients and live > 1:  # of the second microbatch
+        fewer = activations * (live - 1) / live
+        moments.append((gradients, in_blocks + opened, fewer + begin, 0.0))
+    if live == 1:  # in the first block, when other gradients are there
+        moments += [
+            (gradients, in_blocks + reduction, one + begin, 0.0),
+            (gradients, in_blocks + products, 0.0, 0.0),
+        ]
+    gradients, gathered, activations, loss = max(moments, key=sum)
     return Memory(
         parameters=_OWN * held / shards,
-        gradients=at_loss if peak_at_loss else gradients,
+        gradients=gradients,
         optimizer=_MOMENTS * held / shards,
-        gathered=in_loss if peak_at_loss else in_block,
+        gathered=gathered,
         activations=activations,
-        loss=loss if peak_at_loss else 0.0,
+        loss=loss,
     )
 
 

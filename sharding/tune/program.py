@@ -148,8 +148,8 @@ def program_text(form: Form, model: Description, build: str, node: int) -> str:
             f"{indent}with sm.accumulate_grads():",
             f"{indent}    for part in range(MICROBATCHES):",
             f"{indent}        rows = slice(part, None, MICROBATCHES)",
-            f"{indent}        output = model(ids[rows]{options})",
-            f"{indent}        part_loss = loss_fn(output, labels[rows]) / MICROBATCHES",
+            f"{indent}        part_loss = loss_fn(model(ids[rows]{options}), labels[rows])",
+            f"{indent}        part_loss = part_loss / MICROBATCHES",
             f"{indent}        part_loss.backward()",
             f"{indent}        loss = loss + part_loss.detach()",
         ]

@@ -265,6 +265,50 @@ def eager(operations: Iterable[Operation]) -> dict[Kernel, float]:
     return kernels
 
 
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def backward_transient(
+    tape: Tape,
+    forward: Sequence[Operation],
+    backward: Sequence[Operation],
+    saved: Collection[int],
+    gradients: Collection[int],
+) -> int:
+    """Return the bytes that backward of blocks holds beyond what is saved at its beginning.
+
+    Args:
+        saved: the numbers of what forward saves.
+        gradients: the numbers of parameters and of their gradients, which do not count.
+    """
+    of_blocks = {
+        key
+        for operation in forward
+        if operation.block is not None
+        for key in operation.results.keys() & saved
+    }
+    first = next(
+        (i for i, operation in enumerate(backward) if of_blocks & operation.inputs.keys()), None
+    )
+    if first is None:
+        return 0
+    last_read = {key: i for i, operation in enumerate(backward) for key in operation.inputs}
+    live = {key for key in saved if last_read.get(key, -1) >= first}
+    size = begin = sum(tape.sizes[key] for key in live)
+    most = 0
+    for i, operation in enumerate(backward):
+        fresh = [key for key in operation.results if key not in live and key not in gradients]
+        if i >= first or any(last_read.get(key, -1) >= first for key in fresh):
+            live.update(fresh)
+            size += sum(tape.sizes[key] for key in fresh)
+            most = max(most, size)
+        for key in (*operation.inputs, *operation.results):
+            if key in live and last_read.get(key, -1) <= i:
+                live.discard(key)
+                size -= tape.sizes[key]
+    return most - begin
+
+
 # -- gathering again -------------------------------------------------------------------------------
 
 

@@ -17,13 +17,13 @@ MULTIHOST_HELPERS = ("_impl", "_abstract_eval", "_batcher")
 
 def answers(expressions: dict[str, str], names: dict[str, Any]) -> dict[str, Any]:
     """Return the value of each expression with these names, in JSON's types."""
-    found = {}
+    results = {}
     for row, text in expressions.items():
         try:
-            found[row] = json.loads(json.dumps(eval(text, dict(names)), default=str))
+            results[row] = json.loads(json.dumps(eval(text, dict(names)), default=str))
         except Exception as error:
-            found[row] = f"{type(error).__name__}: {error}"
-    return found
+            results[row] = f"{type(error).__name__}: {error}"
+    return results
 
 
 def error_of(f: Callable[[], Any]) -> str:

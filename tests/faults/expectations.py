@@ -25,11 +25,11 @@ def _hanging(outcome: Outcome) -> Iterator[str]:
 
 
 def _false_alarms(outcome: Outcome) -> Iterator[str]:
-    for rank, found in enumerate(outcome.ranks):
-        if not found.done or found.status != 0:
+    for rank, end in enumerate(outcome.ranks):
+        if not end.done or end.status != 0:
             yield (
-                f"rank {rank} of a healthy program: exit status {found.status}, {found.error} "
-                f"{found.text} {found.output[-600:]}"
+                f"rank {rank} of a healthy program: exit status {end.status}, {end.error} "
+                f"{end.text} {end.output[-600:]}"
             )
 
 
@@ -47,16 +47,16 @@ def _others_end_first(fault: Fault) -> bool:
 
 def _wrong_ends(fault: Fault, outcome: Outcome) -> Iterator[str]:
     for rank in fault.outliers if fault.ends else ():
-        found = outcome.ranks[rank]
+        end = outcome.ranks[rank]
         if "busy" in fault.ends or "frozen" in fault.ends:
-            if found.status in (0, None) or found.done:
+            if end.status in (0, None) or end.done:
                 yield (
                     f"outlier rank {rank} was not ended by the monitor: exit status "
-                    f"{found.status}, {_result_text(found)}"
+                    f"{end.status}, {_result_text(end)}"
                 )
-        elif not {found.error, found.status} & set(fault.ends):
+        elif not {end.error, end.status} & set(fault.ends):
             yield (
-                f"outlier rank {rank} ended with {found.status} {_result_text(found)} instead of "
+                f"outlier rank {rank} ended with {end.status} {_result_text(end)} instead of "
                 f"{fault.ends}"
             )
     for rank in range(RANKS):
@@ -64,10 +64,10 @@ def _wrong_ends(fault: Fault, outcome: Outcome) -> Iterator[str]:
             yield f"rank {rank} did not end normally: {_result_text(outcome.ranks[rank])}"
 
 
-def _result_text(found: RankOutcome) -> str:
-    if found.error:
-        return f"{found.error} {found.text}"
-    return f"returned {found.value}" if found.done else found.output[-600:]
+def _result_text(end: RankOutcome) -> str:
+    if end.error:
+        return f"{end.error} {end.text}"
+    return f"returned {end.value}" if end.done else end.output[-600:]
 
 
 def _wrong_errors(fault: Fault, outcome: Outcome) -> Iterator[str]:
@@ -76,48 +76,48 @@ def _wrong_errors(fault: Fault, outcome: Outcome) -> Iterator[str]:
         outcome.ranks[rank].text for rank in raising if outcome.ranks[rank].error in fault.errors
     }
     for rank in raising:
-        found = outcome.ranks[rank]
-        if _prints_at_exit(found, texts):
+        end = outcome.ranks[rank]
+        if _prints_at_exit(end, texts):
             continue
-        if found.error not in fault.errors:
+        if end.error not in fault.errors:
             yield (
-                f"rank {rank}: {'/'.join(fault.errors)} expected; exit status {found.status}, "
-                f"{_result_text(found)}"
+                f"rank {rank}: {'/'.join(fault.errors)} expected; exit status {end.status}, "
+                f"{_result_text(end)}"
             )
         else:
-            yield from (f"rank {rank}: {problem}" for problem in _wrong_verdict(fault, found))
+            yield from (f"rank {rank}: {problem}" for problem in _wrong_verdict(fault, end))
     if len(texts) > 1:
         yield f"{len(texts)} different texts"
 
 
-def _prints_at_exit(found: RankOutcome, texts: set[str]) -> bool:
+def _prints_at_exit(end: RankOutcome, texts: set[str]) -> bool:
     """Return whether the rank printed the verdict at exit: it finished before the diagnosis, or the
     monitor ended it inside a C call.
     """
     return (
-        not found.error
-        and bool(found.status)
-        and any(text.splitlines()[0] in found.output for text in texts)
+        not end.error
+        and bool(end.status)
+        and any(text.splitlines()[0] in end.output for text in texts)
     )
 
 
-def _wrong_verdict(fault: Fault, found: RankOutcome) -> Iterator[str]:
-    verdict = found.verdict or {"kind": "", "ranks": [], "field": "", "seen": []}
+def _wrong_verdict(fault: Fault, end: RankOutcome) -> Iterator[str]:
+    verdict = end.verdict or {"kind": "", "ranks": [], "field": "", "seen": []}
     if verdict["kind"] not in fault.kinds:
         yield f"verdict {verdict['kind']!r} instead of {fault.kinds}"
     if tuple(verdict["ranks"]) != fault.named:
-        yield f"names ranks {verdict['ranks']} instead of {list(fault.named)}: {found.text}"
+        yield f"names ranks {verdict['ranks']} instead of {list(fault.named)}: {end.text}"
     if fault.fields and verdict["field"] not in fault.fields:
         yield f"field {verdict['field']!r} instead of {fault.fields}"
     for words in fault.says:
-        if words not in found.text:
-            yield f"the text lacks {words!r}: {found.text}"
+        if words not in end.text:
+            yield f"the text lacks {words!r}: {end.text}"
     if verdict["field"] in INTERRUPTIONS:  # nothing is wrong with any line
         return
     for mark in ("outlier", "others"):
         places = fault.places(mark)
-        if places and not any(_names_line(found.text, place) for place in places):
-            yield f"the text does not name the line of the {mark}, {places[0]}: {found.text}"
+        if places and not any(_names_line(end.text, place) for place in places):
+            yield f"the text does not name the line of the {mark}, {places[0]}: {end.text}"
 
 
 def _names_line(text: str, place: str) -> bool:

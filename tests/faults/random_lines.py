@@ -161,9 +161,9 @@ class LineGenerator:
 
     def first(self) -> list[Line]:
         """Return the lines that create the tensors."""
-        made = [self._made(name, one, "mesh") for name, one in (("a", 1), ("b", 2), ("c", 3))]
+        made = [self._device_put(name, one, "mesh") for name, one in (("a", 1), ("b", 2), ("c", 3))]
         part = self._axis()
-        return [*made, Line("v = a.sum(0)"), self._made("p", 4, f'mesh["{part}"]', (part,))]
+        return [*made, Line("v = a.sum(0)"), self._device_put("p", 4, f'mesh["{part}"]', (part,))]
 
     def several(self, count: int) -> list[Line]:
         """Draw this many lines, or a few more if some belong together."""
@@ -187,9 +187,9 @@ class LineGenerator:
 
     def _other_spec(self, spec: str, axes: tuple[str, ...] | None = None, dims: int = 2) -> str:
         while True:
-            found = self._spec(axes, dims)
-            if found != spec:
-                return found
+            other_spec = self._spec(axes, dims)
+            if other_spec != spec:
+                return other_spec
 
     def _two(self) -> tuple[str, str, str]:
         """Draw two sharded matrices, which may be the same, and one that differs from the
@@ -198,7 +198,9 @@ class LineGenerator:
         one, two = self._draw.choice("abc"), self._draw.choice("abc")
         return one, two, self._draw.choice([x for x in "abc" if x != two])
 
-    def _made(self, name: str, one: int, mesh: str, axes: tuple[str, ...] | None = None) -> Line:
+    def _device_put(
+        self, name: str, one: int, mesh: str, axes: tuple[str, ...] | None = None
+    ) -> Line:
         spec = self._spec(axes)
         wrong = self._other_spec(spec, axes)
         make = f"{name} = sm.device_put(value({one}), {mesh}, %s, src_data_rank=None)"
@@ -314,7 +316,7 @@ class LineGenerator:
         """Return lines in which each row of the mesh works separately."""
         axis = self._axis()
         spec = self._spec((axis,))
-        make = self._made("p", self._draw.randrange(9), f'mesh["{axis}"]', (axis,))
+        make = self._device_put("p", self._draw.randrange(9), f'mesh["{axis}"]', (axis,))
         wrong = tuple(
             f'p = sm.device_put(value(5), mesh["{x}"], P("{x}"), src_data_rank=None)'
             for x in self._axes
@@ -335,7 +337,7 @@ class LineGenerator:
     def _make(self) -> list[Line]:
         one, k = self._draw.choice("abc"), self._draw.randrange(9)
         if self._draw.random() < 0.5:
-            return [self._made(one, k, "mesh")]
+            return [self._device_put(one, k, "mesh")]
         spec = self._spec()
         make = f"{one} = sm.distribute_tensor(value({k}), mesh, %s)"
         return [Line(make % spec, (make % self._other_spec(spec),))]
@@ -370,19 +372,19 @@ class LineGenerator:
         )
         if self._least < 2:
             wrong = [text for text in wrong if "src=1" not in text]
-        found = (
+        calls = (
             [text.format(group, one) for text in wrong]
             + [name.format(g, one) for g in others]
             + [name.format(group, other)]
         )
-        return [Line(name.format(group, one), tuple(found))]
+        return [Line(name.format(group, one), tuple(calls))]
 
     def _groups(self) -> list[str]:
         """Return the groups of the mesh's axes and of the whole mesh, in random order."""
-        found = [f'mesh.group("{axis}")' for axis in self._axes] + [
+        groups = [f'mesh.group("{axis}")' for axis in self._axes] + [
             "mesh.group(mesh.axis_names)"
         ] * (len(self._axes) > 1)
-        return self._draw.sample(found, len(found))
+        return self._draw.sample(groups, len(groups))
 
     def _barrier(self) -> list[Line]:
         group = self._groups()[0]

@@ -92,8 +92,8 @@ def _input(call: Any, group_rank: int) -> Any:
     if call.op == "all_gather_object":
         # The pickled bytes depend on which parts are the same object.
         return pickle.loads(call.buffers[0])
-    found = call.buffers[0 if call.op in ("all_reduce", "broadcast") else 1]
-    return found.clone() if isinstance(found, torch.Tensor) else found
+    buffer = call.buffers[0 if call.op in ("all_reduce", "broadcast") else 1]
+    return buffer.clone() if isinstance(buffer, torch.Tensor) else buffer
 
 
 def _called_by_program() -> bool:
@@ -105,10 +105,10 @@ def _called_by_program() -> bool:
 def outcome(program: RandomProgram) -> tuple[str, BaseException | None]:
     """Return the outcome of a program in a simulated world, and its error."""
     try:
-        found, _ = run_simulated(program)
+        results, _ = run_simulated(program)
     except (Exception, SystemExit) as error:
         return classify_error(program, error), error
-    return classify_results(program, found, run_simulated(program, diverging=False)[0]), None
+    return classify_results(program, results, run_simulated(program, diverging=False)[0]), None
 
 
 def classify_error(program: RandomProgram, error: BaseException) -> str:
@@ -135,8 +135,8 @@ def classify_verdict(program: RandomProgram, kind: str, named: Sequence[int], vo
     return "unnamed" if has_majority else "tie"
 
 
-def classify_results(program: RandomProgram, found: Sequence[Any], right: Sequence[Any]) -> str:
-    if all(map(same, found, right)):
+def classify_results(program: RandomProgram, results: Sequence[Any], right: Sequence[Any]) -> str:
+    if all(map(same, results, right)):
         return "nothing"
     diverging: list[CollectiveInput] = []
     correct: list[CollectiveInput] = []

@@ -130,21 +130,21 @@ class RandomProgram:
             first += len(block.lines)
 
     def _lines(self, first: int, lines: tuple[Line, ...]) -> Iterator[str]:
-        found = self.divergence
+        divergence = self.divergence
         for number, line in enumerate(lines, first):
-            if found is None or not found.first <= number < found.last:
+            if divergence is None or not divergence.first <= number < divergence.last:
                 yield from line.text.splitlines()
-            elif number == found.first:
+            elif number == divergence.first:
                 yield (
                     "if is_outlier:"
-                    if found.step is None
-                    else f"if is_outlier and step == {found.step}:"
+                    if divergence.step is None
+                    else f"if is_outlier and step == {divergence.step}:"
                 )
-                yield from (f"    {text}" for text in found.instead)
+                yield from (f"    {text}" for text in divergence.instead)
                 yield "else:"
                 yield from (
                     f"    {text}"
-                    for other in lines[number - first : found.last - first]
+                    for other in lines[number - first : divergence.last - first]
                     for text in other.text.splitlines()
                 )
 
@@ -206,11 +206,11 @@ def _places(program: RandomProgram) -> list[tuple[int, tuple[Line, ...], int]]:
     """Return (number of a line, it and the lines after it in its block, iterations of the block)
     for all lines.
     """
-    found, first = [], 0
+    places, first = [], 0
     for block in program.blocks:
-        found += [(first + i, block.lines[i:], block.iterations) for i in range(len(block.lines))]
+        places += [(first + i, block.lines[i:], block.iterations) for i in range(len(block.lines))]
         first += len(block.lines)
-    return found
+    return places
 
 
 def _fits(kind: str, lines: tuple[Line, ...]) -> bool:

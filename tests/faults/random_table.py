@@ -50,18 +50,31 @@ def fault_of(name: str) -> Fault:
     kind, raw, seed = _parsed(name)
     if kind == "healthy":
         return Fault(_healthy(seed, raw))
-    found = program_of(name)
-    assert found.outlier is not None
+    random_program = program_of(name)
+    assert random_program.outlier is not None
 
     def program(ctx: RankContext) -> Any:
         return as_lists(
-            run(found, ctx.mesh, ctx.rank, ctx.is_outlier(), FREEZE_S=FREEZE_S, LATE_S=LATE_S)
+            run(
+                random_program,
+                ctx.mesh,
+                ctx.rank,
+                ctx.is_outlier(),
+                FREEZE_S=FREEZE_S,
+                LATE_S=LATE_S,
+            )
         )
 
     program.__name__ = name
     # "stall" sets the short timeout.
     kinds = ("stall",) if kind in ("stop", "freeze", "late") else ("mismatch",)
-    return Fault(program, kinds, (found.outlier,), (found.outlier,), mesh=found.mesh)
+    return Fault(
+        program,
+        kinds,
+        (random_program.outlier,),
+        (random_program.outlier,),
+        mesh=random_program.mesh,
+    )
 
 
 def _healthy(first: int, raw: bool) -> Callable[[RankContext], int]:

@@ -54,12 +54,12 @@ def answer(probe: Probe, device: str) -> tuple[str, str]:
     if probe.needs_cuda and device != "cuda":
         return "not run", NOT_RUN
     try:
-        found = probe.ask(device)
+        text = probe.ask(device)
         if device == "cuda":
             torch.cuda.synchronize()  # an error of a kernel is this probe's
     except Exception as error:
         return "failed", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    return "ok", found
+    return "ok", text
 
 
 def check(holds: bool, text: str) -> None:
@@ -96,11 +96,11 @@ def replayed(call: Callable[[], Tensor], times: int) -> list[Tensor]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = call()
-    found = []
+    results = []
     for _ in range(times):
         graph.replay()
-        found.append(out.clone())
-    return found
+        results.append(out.clone())
+    return results
 
 
 # -- the probes ------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ def optimizers(device: str) -> str:
     """Three steps of AdamW on a ShardedTensor, compared with a plain tensor: for each form of the
     optimizer.
     """
-    mesh, found = sm.init_device_mesh(device, (1,), axis_names=("dp",)), []
+    mesh, answers = sm.init_device_mesh(device, (1,), axis_names=("dp",)), []
     forms: dict[str, dict[str, Any]] = {"fused": {"fused": True}}
     if device == "cuda":
         forms |= {
@@ -132,8 +132,8 @@ def optimizers(device: str) -> str:
                 optimizer.step()
         apart = (ours.full_tensor() - plain).abs().max().item()  # type: ignore[attr-defined]
         check(apart < 1e-6, f"{name}: parameters differ from a plain tensor's by {apart:.2g}")
-        found.append(f"{name}: differs by {apart:.2g}")
-    return "; ".join(found)
+        answers.append(f"{name}: differs by {apart:.2g}")
+    return "; ".join(answers)
 
 
 def late_barrier(device: str) -> str:
@@ -157,13 +157,13 @@ def timed_wait(device: str) -> str:
     torch.cuda._sleep(300 * _CYCLES_PER_MS)
     try:
         dist.barrier(async_op=True).wait(timedelta(milliseconds=10))  # type: ignore[union-attr]
-        found = "returns"
+        answer = "returns"
     except RuntimeError as error:
-        found = f"raises {type(error).__name__}"
+        answer = f"raises {type(error).__name__}"
     try:
-        return f"the wait {found}; {works(group, device)}"
+        return f"the wait {answer}; {works(group, device)}"
     except RuntimeError as error:
-        return f"the wait {found}; an all_reduce after it raises {type(error).__name__}"
+        return f"the wait {answer}; an all_reduce after it raises {type(error).__name__}"
 
 
 def nccl_group(device: str) -> Any:
@@ -217,8 +217,8 @@ def captured_pack(device: str) -> str:
     tensors = [torch.randn(64, 64, device=device) for _ in packs]
     out = torch.zeros(8192, device=device)
     expected = pack_many(packs, tensors, torch.empty_like(out)).clone()
-    (found,) = replayed(lambda: pack_many(packs, tensors, out.zero_()), 1)
-    check(torch.equal(found, expected), "the replayed pack differs from the eager one")
+    (packed,) = replayed(lambda: pack_many(packs, tensors, out.zero_()), 1)
+    check(torch.equal(packed, expected), "the replayed pack differs from the eager one")
     return "a replay equals the eager pack"
 
 
@@ -227,11 +227,11 @@ def aligned_products(device: str) -> str:
     n = 4096 if device == "cuda" else 64
     x = torch.randn(n, n, device=device, dtype=torch.bfloat16)
     buffer = torch.zeros(2 * n * n + 256, dtype=torch.uint8, device=device)
-    found = []
+    answers = []
     for offset in (0, 2, 8, 128):
         w = buffer[offset : offset + 2 * n * n].view(torch.bfloat16).view(n, n)
-        found.append(f"{offset} bytes: {microseconds(lambda w=w: x @ w, 20, device)[1]:.0f} us")
-    return f"bf16 {n} x {n} x {n}, weights start at {', '.join(found)}"
+        answers.append(f"{offset} bytes: {microseconds(lambda w=w: x @ w, 20, device)[1]:.0f} us")
+    return f"bf16 {n} x {n} x {n}, weights start at {', '.join(answers)}"
 
 
 def recomputed_block(device: str) -> str:
@@ -296,10 +296,10 @@ def delayed_streams(device: str) -> str:
 
     expected = losses()
     with delayed_collectives(5 * _CYCLES_PER_MS) as count:
-        found = losses()
+        delayed = losses()
     check(device != "cuda" or count[0] > 0, "no collective was delayed")
     check(
-        all(map(torch.equal, found, expected)),
+        all(map(torch.equal, delayed, expected)),
         "losses or parameters differ from those of undelayed steps",
     )
     return f"{count[0]} delayed collectives; losses and parameters are equal bit for bit"
@@ -316,18 +316,18 @@ def train(device: str, steps: int) -> list[Tensor]:
     @sm.simulate(2)
     def run() -> list[Tensor]:
         mesh = sm.init_device_mesh(device, (2,), axis_names=("dp",))
-        mine: nn.Module = copy.deepcopy(model)
-        for block in mine:  # type: ignore[attr-defined]
+        own_model: nn.Module = copy.deepcopy(model)
+        for block in own_model:  # type: ignore[attr-defined]
             sm.parallel.fully_shard(block, mesh, src_data_rank=None)
-        sm.parallel.fully_shard(mine, mesh, src_data_rank=None)
-        optimizer, losses = torch.optim.AdamW(mine.parameters(), lr=1e-2), []
+        sm.parallel.fully_shard(own_model, mesh, src_data_rank=None)
+        optimizer, losses = torch.optim.AdamW(own_model.parameters(), lr=1e-2), []
         for _ in range(steps):
-            loss = mine(x.chunk(2)[mesh.get_local_rank()]).square().mean()
+            loss = own_model(x.chunk(2)[mesh.get_local_rank()]).square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.detach())
-        return [torch.stack(losses), *(p.detach().full_tensor() for p in mine.parameters())]  # type: ignore[attr-defined]
+        return [torch.stack(losses), *(p.detach().full_tensor() for p in own_model.parameters())]  # type: ignore[attr-defined]
 
     return run()[0]
 
@@ -354,8 +354,8 @@ def main(probes: Mapping[str, Probe], arguments: Sequence[str]) -> None:
     device, *names = arguments
     for name in names:
         print(json.dumps({"probe": name}), flush=True)
-        status, found = answer(probes[name], device)
-        print(json.dumps({"probe": name, "status": status, "found": found}), flush=True)
+        status, text = answer(probes[name], device)
+        print(json.dumps({"probe": name, "status": status, "found": text}), flush=True)
         if status == "failed":
             sys.exit(1)
 

@@ -132,10 +132,10 @@ def _sanitizer(tool: str, tests: Sequence[str], limit: float) -> Step:
     """Return a step under compute-sanitizer: no caching allocator, so that accesses beyond a tensor
     are detected; few examples.
     """
-    found = shutil.which("compute-sanitizer") or max(
+    path = shutil.which("compute-sanitizer") or max(
         glob("/usr/local/cuda*/bin/compute-sanitizer"), default=""
     )
-    missing = "" if found else "compute-sanitizer not found; it comes with the CUDA toolkit"
+    missing = "" if path else "compute-sanitizer not found; it comes with the CUDA toolkit"
     pytest = [
         sys.executable,
         "-m",
@@ -147,7 +147,7 @@ def _sanitizer(tool: str, tests: Sequence[str], limit: float) -> Step:
         "1800",
         *tests,
     ]
-    command = [found or "compute-sanitizer", "--tool", tool, "--error-exitcode", "99", *pytest]
+    command = [path or "compute-sanitizer", "--tool", tool, "--error-exitcode", "99", *pytest]
     return Step(tool, command, limit, None, missing, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
 
 

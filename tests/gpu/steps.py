@@ -156,7 +156,7 @@ def run(step: Step, left: float) -> Outcome:
 
 def pytest_lines(lines: Sequence[str]) -> tuple[str, tuple[str, ...]]:
     """Return pytest's last line and its lines for failed tests; empty for another program."""
-    summary = next((found[1] for line in reversed(lines) if (found := _SUMMARY.match(line))), "")
+    summary = next((match[1] for line in reversed(lines) if (match := _SUMMARY.match(line))), "")
     failures = [line[:200] for line in lines if line.startswith(("FAILED ", "ERROR "))]
     more = [f"and {len(failures) - _MOST_FAILURES} more"] if len(failures) > _MOST_FAILURES else []
     return summary, (*failures[:_MOST_FAILURES], *more)
@@ -171,20 +171,20 @@ def run_probes(command: Sequence[str], limits: Mapping[str, float], left: float)
         limits: seconds, by the probe's name.
         left: seconds for all.
     """
-    found: list[Outcome] = []
+    outcomes: list[Outcome] = []
     end, names = time.monotonic() + left, list(limits)
-    while len(found) < len(names):
-        rest = names[len(found) :]
+    while len(outcomes) < len(names):
+        rest = names[len(outcomes) :]
         if time.monotonic() >= end:
-            found += [Outcome(name, "skipped", "no time was left") for name in rest]
+            outcomes += [Outcome(name, "skipped", "no time was left") for name in rest]
             break
         process = Process([*command, *rest], {}, shown=False)
         answered = _answers(process, limits, rest, end)
         process.stop()
         for outcome in answered:
             print(f"{outcome.status:<8} {outcome.name}: {outcome.found}", flush=True)
-        found += answered
-    return found
+        outcomes += answered
+    return outcomes
 
 
 def _answers(
@@ -193,9 +193,9 @@ def _answers(
     """Return the outcomes of one process; the last one may be that of a probe which has
     ended it.
     """
-    found: list[Outcome] = []
+    outcomes: list[Outcome] = []
     asked, start = "", time.monotonic()
-    while len(found) < len(names):
+    while len(outcomes) < len(names):
         limit = limits[asked] if asked else _START_S
         try:
             line = process.new_lines.get(
@@ -203,15 +203,15 @@ def _answers(
             )
         except queue.Empty:
             return [
-                *found,
+                *outcomes,
                 Outcome(
-                    asked or names[len(found)],
+                    asked or names[len(outcomes)],
                     "stopped",
                     f"hangs: no answer within {time.monotonic() - start:.0f} s",
                 ),
             ]
         if line is None:
-            if asked or not found:  # else the probe before has failed, and the process ended
+            if asked or not outcomes:  # else the probe before has failed, and the process ended
                 said = next(
                     (
                         text
@@ -221,12 +221,12 @@ def _answers(
                     "no output",
                 )
                 return [
-                    *found,
+                    *outcomes,
                     Outcome(
-                        asked or names[len(found)], "failed", f"the process ended: {said[:200]}"
+                        asked or names[len(outcomes)], "failed", f"the process ended: {said[:200]}"
                     ),
                 ]
-            return found
+            return outcomes
         try:
             told = json.loads(line)
         except ValueError:
@@ -234,11 +234,11 @@ def _answers(
         if not isinstance(told, dict) or "probe" not in told:
             continue
         if "status" in told:
-            found.append(
+            outcomes.append(
                 Outcome(told["probe"], told["status"], told["found"], time.monotonic() - start)
             )
             asked = ""
         else:
             asked = told["probe"]
         start = time.monotonic()
-    return found
+    return outcomes

@@ -240,7 +240,8 @@ _PTX = re.compile(
     r"(?P<way>ld|st)(\.[\w:]+)*\.global(\.[\w:]+)*?(\.v(?P<count>\d))?\.[bfsu](?P<bits>\d+)"
 )
 _AMD = re.compile(
-    r"(?:global|flat|buffer)_(?P<way>load|store)_[su]?(?P<word>byte|short|dword)(x(?P<count>\d))?\w*"
+    r"(?:global|flat|buffer)_(?P<way>load|store)_"
+    r"[su]?(?P<word>byte|short|dword)(x(?P<count>\d))?\w*"
 )
 _AMD_BITS = {"byte": 8, "short": 16, "dword": 32}
 
@@ -277,9 +278,9 @@ class Assembly:
         return self._widths("s")
 
     def _widths(self, way: str) -> Counter[int]:
-        found = [_PTX.fullmatch(name) or _AMD.fullmatch(name) for name in self.instructions]
+        matches = [_PTX.fullmatch(name) or _AMD.fullmatch(name) for name in self.instructions]
         return Counter(
-            _bits(match.groupdict()) for match in found if match and match["way"][0] == way
+            _bits(match.groupdict()) for match in matches if match and match["way"][0] == way
         )
 
     def those(self, pattern: str) -> list[str]:
@@ -303,9 +304,9 @@ def assemblies(target: str) -> dict[str, list[Assembly]] | None:
     done = _compiled(target)
     if done.returncode:
         raise RuntimeError(f"{' '.join(done.args)} failed:\n{done.stderr}")
-    found = json.loads(done.stdout)
-    return found and {
-        name: [Assembly(**one) for one in launches] for name, launches in found.items()
+    answers = json.loads(done.stdout)
+    return answers and {
+        name: [Assembly(**one) for one in launches] for name, launches in answers.items()
     }
 
 
@@ -339,7 +340,7 @@ def _is_supported(target: tuple[Any, ...]) -> bool:
 
 
 def _assembled(target: tuple[Any, ...]) -> dict[str, list[dict[str, Any]]]:
-    found = {}
+    assembled = {}
     for name, call in CALLS.items():
         with _compiling(target) as launched, using_kernels():
             try:
@@ -347,8 +348,8 @@ def _assembled(target: tuple[Any, ...]) -> dict[str, list[dict[str, Any]]]:
             except Exception as error:
                 error.add_note(f"in the call {name!r}, compiled for {target}")
                 raise
-        found[name] = [_read(kernel) for kernel in launched]
-    return found
+        assembled[name] = [_read(kernel) for kernel in launched]
+    return assembled
 
 
 class Driver:
@@ -434,10 +435,10 @@ def _amd_resources(assembly: str) -> tuple[int, int]:
 
 
 def _number(pattern: str, text: str) -> int:
-    found = re.search(pattern, text)
-    if found is None:
+    match = re.search(pattern, text)
+    if match is None:
         raise RuntimeError(f"no {pattern!r} in:\n{text}")
-    return int(found[1])
+    return int(match[1])
 
 
 if __name__ == "__main__":

@@ -130,7 +130,7 @@ def differing_calls() -> list[str]:
     """Return the calls of the library whose second launches differ from what Triton launches."""
     from shardmesh.kernels import launcher
 
-    found = []
+    calls = []
     for name, call in CALLS.items():
         with device() as launches:
             call()
@@ -139,22 +139,22 @@ def differing_calls() -> list[str]:
         with device() as plain, mock.patch.object(launcher, "_has_hooks", return_value=True):
             call()
         if not first == launches == plain or not plain:
-            found.append(name)
-    return found
+            calls.append(name)
+    return calls
 
 
 def kept() -> dict[str, int]:
     """Return how often each call goes through Triton when it is repeated."""
     from triton.runtime.jit import JITFunction
 
-    found = {}
+    counts = {}
     for name in CALLS:
         with device():
             CALLS[name]()
             with mock.patch.object(JITFunction, "run", side_effect=AssertionError) as run:
                 CALLS[name]()
-            found[name] = run.call_count
-    return found
+            counts[name] = run.call_count
+    return counts
 
 
 def differing_arguments() -> list[str]:
@@ -168,7 +168,7 @@ def differing_arguments() -> list[str]:
     memory = torch.zeros(64)
     tensors = [memory, memory[1:], memory[4:], memory.view(torch.int32), memory.view(torch.float64)]
     numbers = [0, 1, 2, 16, 17, -16, (1 << 31) - 1, 1 << 31, 1 << 40, (1 << 40) + 1]
-    constants, dtypes, found = {"BLOCK": 8, "num_warps": 1}, [None, torch.int32, torch.int64], []
+    constants, dtypes, calls = {"BLOCK": 8, "num_warps": 1}, [None, torch.int32, torch.int64], []
     # Which read elements as these.
     launchers = {dtype: KernelLauncher(toy, (3,), constants, (dtype,)) for dtype in dtypes}
     cases = list(itertools.product(tensors, numbers, [1, 2, 16], dtypes))
@@ -177,8 +177,8 @@ def differing_arguments() -> list[str]:
             launchers[dtype](x, n, k, 0.5)
             toy[(3,)](triton.reinterpret(x, dtype) if dtype else x, n, k, 0.5, **constants)
         if launches[0] != launches[1]:
-            found.append(f"{x.dtype} as {dtype} at {x.data_ptr() % 16}, {n}, {k}")
-    return found
+            calls.append(f"{x.dtype} as {dtype} at {x.data_ptr() % 16}, {n}, {k}")
+    return calls
 
 
 def hooks() -> list[str]:

@@ -88,14 +88,14 @@ class Workers:
             patch.setenv("TRITON_INTERPRET", "1")
             patch.setenv("OMP_NUM_THREADS", "1")
             for rank in range(MAX_RANKS):
-                mine, theirs = context.Pipe()
+                own_pipe, worker_pipe = context.Pipe()
                 process = context.Process(
-                    target=_serve, args=(theirs, rank), name=f"shared-{rank}", daemon=True
+                    target=_serve, args=(worker_pipe, rank), name=f"shared-{rank}", daemon=True
                 )
                 process.start()
-                theirs.close()
+                worker_pipe.close()
                 self.processes.append(process)
-                self.pipes.append(mine)
+                self.pipes.append(own_pipe)
 
     def close(self) -> None:
         for process in self.processes:
@@ -213,10 +213,10 @@ def sleep_after_polls() -> None:
     plain = InterpreterBuilder.create_atomic_rmw
 
     def with_pause(self: Any, op: Any, *args: Any) -> Any:
-        found = plain(self, op, *args)
+        result = plain(self, op, *args)
         if op.name == "ADD":  # our kernels use atomic adds only to poll
             time.sleep(_pause[0]())
-        return found
+        return result
 
     InterpreterBuilder.create_atomic_rmw = with_pause
 

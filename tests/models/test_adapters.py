@@ -143,6 +143,33 @@ def test_generation_gives_plain_ids() -> None:
     sm.simulate(4)(program)()
 
 
+@pytest.mark.one_in(2, each=["adapters", "shape"])
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (2, 1), (2, 2)])
+def test_generation_after_finetuning(shape: tuple[int, int], adapters: bool) -> None:
+    """Plain ids give plain ids on every mesh. Peft's `generate` calls a module inside of its own.
+
+    Its buffers are those of the outer unit.
+    """
+
+    def built() -> Any:
+        return (lora()() if adapters else model("llama")).eval()
+
+    mask = torch.ones_like(IDS)
+    options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    expected = built().generate(input_ids=IDS, **options)
+
+    def program() -> torch.Tensor:
+        mesh = sm.init_device_mesh("cpu", shape, axis_names=("fsdp", "tp"))
+        module: Any = parallelize(built(), mesh, "auto")
+        fully_shard(module, mesh, axes="fsdp", units="auto")
+        return module.generate(input_ids=IDS, **options)
+
+    for tokens in sm.simulate(shape[0] * shape[1])(program)():
+        assert type(tokens) is torch.Tensor
+        assert torch.equal(tokens, expected)
+
+
 def test_a_plan_that_matches_nothing_raises() -> None:
     class Other(nn.Module):
         _tp_plan = {"layers.*.q_proj": "colwise"}  # noqa: RUF012

@@ -247,7 +247,7 @@ def test_five_steps_have_the_bits_of_eager(name: str, form: str, inputs: str) ->
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", OF_ONE_LAYER)
 def test_inductor_has_the_losses_of_eager(name: str) -> None:
     expected = sm.simulate(2)(train)(name, "fsdp", "sharded", False, models=OF_ONE_LAYER)

@@ -101,16 +101,18 @@ def train(
     last.
     """
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    found: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     for step in range(STEPS):
         last = loss(module, ids)
         last.backward()
         if step == 0:
-            found |= {f"gradient of {name}": whole(x.grad) for name, x in module.named_parameters()}
+            results |= {
+                f"gradient of {name}": whole(x.grad) for name, x in module.named_parameters()
+            }
         optimizer.step()
         optimizer.zero_grad()
-    found |= {name: whole(x) for name, x in module.named_parameters()}
-    return {**found, "loss": whole(last)}
+    results |= {name: whole(x) for name, x in module.named_parameters()}
+    return {**results, "loss": whole(last)}
 
 
 def whole(x: Any) -> Tensor:

@@ -109,7 +109,7 @@ class CrossingProgram:
         part = numbers(self.seed + 3, rows, columns)
         if mesh is not None:
             part = part[slices(sm.Layout.of(mesh, cut, part.shape, part.dtype).box)].clone()
-        found = {
+        values = {
             "s": Value(
                 "sharded",
                 self.laid_out(numbers(self.seed, rows, columns), self.spec(draw, pending=True)),
@@ -121,9 +121,9 @@ class CrossingProgram:
             "w": Value("plain", numbers(self.seed + 4, columns, columns)),
             "l": Value("part", part, cut),
         }
-        for value in found.values():
+        for value in values.values():
             value.x.requires_grad_()
-        return found
+        return values
 
     # -- from kind to kind -------------------------------------------------------------------------
 
@@ -177,8 +177,8 @@ class CrossingProgram:
     def total(self, values: Sequence[Value], draw: random.Random) -> Any:
         """Return the sum of smooth functions of these, as a sharded or a plain scalar."""
         kind = draw.choice(["sharded", "plain"])
-        found = [(self.as_kind(kind, value, draw).x.sin() * 0.9).sum() for value in values]
-        return sum(found[1:], found[0])
+        terms = [(self.as_kind(kind, value, draw).x.sin() * 0.9).sum() for value in values]
+        return sum(terms[1:], terms[0])
 
     def derivatives(self, mesh: Any) -> list[list[Any]]:
         """Return the full gradients of all leaves by order; each order differentiates the one
@@ -192,7 +192,7 @@ class CrossingProgram:
         }[self.way](leaves)
 
     def _by_grad(self, leaves: dict[str, Value]) -> list[list[Any]]:
-        by, found, loss = list(leaves.values()), [], self.loss(leaves)
+        by, results, loss = list(leaves.values()), [], self.loss(leaves)
         for order in range(ORDERS):
             if not loss.requires_grad:
                 break
@@ -203,13 +203,13 @@ class CrossingProgram:
                 allow_unused=True,
                 materialize_grads=True,
             )
-            found.append(grads)
+            results.append(grads)
             loss = self.next_loss(order, by, grads)
-        return [self.wholes(by, grads) for grads in found]
+        return [self.wholes(by, grads) for grads in results]
 
     def _by_backward(self, leaves: dict[str, Value]) -> list[list[Any]]:
         """Return the gradients computed by `backward()`, which accumulates in `.grad`."""
-        by, found, loss = list(leaves.values()), [], self.loss(leaves)
+        by, results, loss = list(leaves.values()), [], self.loss(leaves)
         for order in range(ORDERS):
             if not loss.requires_grad:
                 break
@@ -220,11 +220,11 @@ class CrossingProgram:
             grads = [
                 torch.zeros_like(value.x) if value.x.grad is None else value.x.grad for value in by
             ]
-            found.append(grads)
+            results.append(grads)
             loss = self.next_loss(order, by, grads)
         for value in by:
             value.x.grad = None
-        return [self.wholes(by, grads) for grads in found]
+        return [self.wholes(by, grads) for grads in results]
 
     def _by_transforms(self, leaves: dict[str, Value]) -> list[list[Any]]:
         """Return the gradients computed by nested `sm.grad`."""
@@ -242,14 +242,14 @@ class CrossingProgram:
         gradients = [sm.grad(first)]
         for order in range(ORDERS - 1):
             gradients.append(sm.grad(after(order, gradients[-1])))
-        found = [gradient([value.x.detach() for value in by]) for gradient in gradients]
-        return [self.wholes(by, grads) for grads in found]
+        results = [gradient([value.x.detach() for value in by]) for gradient in gradients]
+        return [self.wholes(by, grads) for grads in results]
 
     def next_loss(self, order: int, by: Sequence[Value], grads: Sequence[Any]) -> Any:
         """Return a function of the gradients, and sometimes of a leaf."""
         draw = random.Random(self.ends[order])
-        mine = [Value(value.kind, g, value.spec) for value, g in zip(by, grads, strict=True)]
-        return self.total([*mine, *draw.sample(by, draw.randrange(2))], draw)
+        own_values = [Value(value.kind, g, value.spec) for value, g in zip(by, grads, strict=True)]
+        return self.total([*own_values, *draw.sample(by, draw.randrange(2))], draw)
 
     def wholes(self, by: Sequence[Value], grads: Sequence[Any]) -> list[Tensor]:
         return [

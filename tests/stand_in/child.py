@@ -45,8 +45,8 @@ def call(function: Callable[..., Any], *args: Any) -> Any:
 
 def main(module: str, name: str, args: str) -> None:
     device.register()
-    found = getattr(importlib.import_module(module), name)(*json.loads(args))
-    print(_RESULT + json.dumps(found))
+    function = getattr(importlib.import_module(module), name)(*json.loads(args))
+    print(_RESULT + json.dumps(function))
 
 
 if __name__ == "__main__":

@@ -39,8 +39,8 @@ def _compiled() -> Path:
     key = hashlib.sha256(f"{torch.__version__} {root} {_SOURCE.read_text()}".encode()).hexdigest()[
         :16
     ]
-    made = Path(tempfile.gettempdir()) / f"shardmesh-stand-in-{key}.so"
-    if not made.exists():
+    library = Path(tempfile.gettempdir()) / f"shardmesh-stand-in-{key}.so"
+    if not library.exists():
         include, lib = root / "include", root / "lib"
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "device.so"
@@ -64,10 +64,10 @@ def _compiled() -> Path:
                 "-ltorch_cpu",
             ]
             subprocess.run(command, check=True, capture_output=True, text=True)
-            ready = made.with_suffix(f".{next(_numbers)}-{threading.get_native_id()}")
+            ready = library.with_suffix(f".{next(_numbers)}-{threading.get_native_id()}")
             ready.write_bytes(out.read_bytes())
-            ready.rename(made)
-    return made
+            ready.rename(library)
+    return library
 
 
 # -- streams ---------------------------------------------------------------------------------------
@@ -186,8 +186,8 @@ def _stream(stream: Stream | None) -> Iterator[None]:
 
 
 def _module() -> ModuleType:
-    made = ModuleType(f"torch.{NAME}")
-    made.__dict__.update(
+    module = ModuleType(f"torch.{NAME}")
+    module.__dict__.update(
         is_available=lambda: True,
         current_device=lambda: 0,
         device_count=lambda: 1,
@@ -203,4 +203,4 @@ def _module() -> ModuleType:
         default_stream=lambda device=None: DEFAULT,
         synchronize=_synchronize,
     )
-    return made
+    return module

@@ -34,12 +34,12 @@ class HostSyncs(TorchDispatchMode):
     writes and another reads must be waited for in between.
 
     Attributes:
-        found: what, and the line of shardmesh or torch that did it.
+        syncs: what, and the line of shardmesh or torch that did it.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[str] = []
+        self.syncs: list[str] = []
         self.writers: dict[int, tuple[device.Stream, int]] = {}  # of storages, by their addresses
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -131,7 +131,7 @@ class HostSyncs(TorchDispatchMode):
         return self._copy(out, x, non_blocking)
 
     def on_wait(self, what: str) -> None:
-        self.found.append(f"{what} at {_line()}")
+        self.syncs.append(f"{what} at {_line()}")
 
 
 def _writes(func: Any) -> bool:
@@ -169,6 +169,6 @@ def host_syncs() -> Iterator[list[str]]:
     """Record where the host waits for the device inside the block."""
     with HostSyncs() as mode:
         try:
-            yield mode.found
+            yield mode.syncs
         finally:
             device.run_copies()

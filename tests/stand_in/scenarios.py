@@ -132,13 +132,13 @@ def tensor_parallel(stream: P) -> Step:
 def attention(spec: P, **options: Any) -> Step:
     mesh = mesh_of(4, names=("cp",))
     leaves = [sharded(mesh, spec, 2, 4, SEQUENCE, D, grad=True) for _ in range(3)]
-    given = [
+    inputs = [
         sm.parallel.balance_sequence(x, 2, "cp") if options.get("balanced") else x for x in leaves
     ]
     return lambda: (
-        sm.parallel.context_parallel_attention(*given, axis="cp", **options)
+        sm.parallel.context_parallel_attention(*inputs, axis="cp", **options)
         .sum()
-        .backward(inputs=given)
+        .backward(inputs=inputs)
     )
 
 
@@ -176,7 +176,7 @@ def operators() -> Step:
     )
 
     def step() -> None:
-        found = [
+        losses = [
             w[3:9],
             w.roll(1, 0),
             w.softmax(0),
@@ -186,7 +186,7 @@ def operators() -> Step:
             w.view(4, 4, 8),
             w[picked],
         ]
-        found += [
+        losses += [
             w.flip(0),
             w.topk(2, 0).values,
             w.var(0),
@@ -194,7 +194,7 @@ def operators() -> Step:
             w.norm(),
             F.dropout(F.embedding(index, w), 0.1),
         ]
-        (F.cross_entropy(logits, index) + sum(x.sum() for x in found)).backward()
+        (F.cross_entropy(logits, index) + sum(x.sum() for x in losses)).backward()
 
     return step
 
@@ -295,9 +295,9 @@ def waits(make: Callable[[], Step]) -> dict[str, int] | str:
         torch.manual_seed(0)
         step = make()
         step()
-        with host_syncs() as found:
+        with host_syncs() as lines:
             step()
-        return dict(Counter(found))
+        return dict(Counter(lines))
 
     try:
         if getattr(make, "func", None) is experts:  # sizes of messages depend on values

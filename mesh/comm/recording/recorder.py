@@ -436,12 +436,13 @@ class Recorder:
         """
         rank, size = self.group.rank, self.group.size
         distances = range(1, size) if size <= _SMALL else (1, size - 1)
-        self.others = []
+        others: list[Neighbour] = []
         for distance in distances:
             buffer = directory.buffer_of(self.group.ranks[(rank + distance) % size])
             number = None if buffer is None else buffer.find_group(self.key)
             if buffer is not None and number is not None:
-                self.others.append(Neighbour(buffer, number))
+                others.append(Neighbour(buffer, number))
+        self.others = others  # at once: the watchdog reads it meanwhile
 
     def _new_call(
         self, op: str, how: str, dtype: Any, size: int, tag: CommTag | None

@@ -9,7 +9,7 @@ import os
 import pickle
 import platform
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,7 +58,7 @@ class StoredPiece:
 class StoredLeaf:
     """A leaf: shape, dtype and pieces of a tensor, or the one piece of another value.
 
-    `is_sharded`: whether it is known to be of a `ShardedTensor`; files do not say.
+    `is_sharded`: whether it is known to be of a `ShardedTensor`.
     """
 
     shape: torch.Size | None
@@ -124,8 +124,13 @@ def manifest_of(
     world: int,
     structure: Structure,
     files: Mapping[str, StoredFile],
+    sharded: Sequence[str],
 ) -> bytes:
-    """Return the manifest: size and pieces of each file, with a checksum of itself."""
+    """Return the manifest: size and pieces of each file, with a checksum of itself.
+
+    And which leaves are `ShardedTensor`s: optimizers compute with parameters and their states,
+    which must be on one mesh.
+    """
     manifest = {
         "format": _FORMAT,
         "step": step,
@@ -134,6 +139,7 @@ def manifest_of(
         "checksum": "crc32",
         "files": {name: {"size": file.size, "pieces": file.pieces} for name, file in files.items()},
         "tree": structure,
+        "sharded": list(sharded),
     }
     return json.dumps({"crc32": _crc_of(manifest), **manifest}).encode()
 
@@ -214,12 +220,16 @@ def _names(path: Path, what: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Manifest:
-    """A manifest: step, structure, file sizes, (length, CRC-32) of pieces by file and offset."""
+    """A manifest: step, structure, file sizes, (length, CRC-32) of pieces by file and offset.
+
+    `sharded`: the names of `ShardedTensor`s; none in manifests of earlier versions.
+    """
 
     step: int
     structure: Structure
     sizes: dict[str, int]
     crcs: dict[tuple[str, int], tuple[int, int]]
+    sharded: frozenset[str]
 
 
 def _parse_manifest(path: Path, manifest: bytes) -> _Manifest:
@@ -254,7 +264,13 @@ def _parse_manifest(path: Path, manifest: bytes) -> _Manifest:
     if (METADATA, 0) not in crcs:
         raise Damage(f"it does not list {METADATA}")
     check_structure(parsed.get("tree"))
-    return _Manifest(whole_number(parsed["step"], "the step"), parsed.get("tree"), sizes, crcs)
+    sharded = parsed.get("sharded", [])
+    if type(sharded) is not list:
+        raise Damage("the names of its sharded tensors are no list")
+    for name in sharded:
+        check_name(name)
+    step = whole_number(parsed["step"], "the step")
+    return _Manifest(step, parsed.get("tree"), sizes, crcs, frozenset(sharded))
 
 
 def _no_constant(text: str) -> Any:
@@ -315,7 +331,8 @@ def _stored_leaf(name: str, leaf: IndexedLeaf, described: _Manifest | None) -> S
         pieces.append(StoredPiece(name, box, file, offset, length, crc))
     if leaf.shape is None and not pieces:
         raise Damage(f"{shortened(name)} is a value without bytes")
-    return StoredLeaf(leaf.shape, leaf.dtype, pieces)
+    is_sharded = described is not None and name in described.sharded
+    return StoredLeaf(leaf.shape, leaf.dtype, pieces, is_sharded)
 
 
 def check_whole(stored: Stored, name: str) -> None:

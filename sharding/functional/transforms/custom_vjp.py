@@ -256,7 +256,8 @@ class _CustomVJPCall:
         """Return the gradients of the tensors."""
         custom = self.custom
         nondiff = [self.args[i] for i in custom.nondiff]
-        gradients = custom.bwd(*nondiff, residuals, self.result.rebuild(cotangents, dual=True))  # type: ignore[misc]
+        cotangents_tree = self.result.rebuild(cotangents, dual=True)
+        gradients = custom.bwd(*nondiff, residuals, cotangents_tree)  # type: ignore[misc]
         branches = self._branches()
         if not isinstance(gradients, (tuple, list)) or len(gradients) != len(branches):
             raise TypeError(
@@ -345,8 +346,9 @@ class _CustomVJPCall:
             return ValueError(
                 f"{what}, of shape {list(shape)}, a gradient of shape {list(g.shape)}"
             )
+        layout = g._layout  # type: ignore[attr-defined]
         return TypeError(
-            f"{what}, a plain tensor, a gradient that is a ShardedTensor, {g._layout}; return "  # type: ignore[attr-defined]
+            f"{what}, a plain tensor, a gradient that is a ShardedTensor, {layout}; return "
             "g.full_tensor()"
         )
 
@@ -410,7 +412,7 @@ class _CustomVJP(torch.autograd.Function):
         pairs = zip(grads, call.result.metas, strict=True)
         cotangents = [meta.zeros() if g is None else g for g, meta in pairs]
         if ctx.recomputes and torch.is_grad_enabled():
-            with call.replay, nullcontext() if call.env is None else call.env.entered():
+            with call.replay, nullcontext() if call.env is None else call.env.as_current():
                 _, residuals = call.forward(saved[: ctx.count])
         else:
             residuals = ctx.residuals.rebuild([saved[i] for i in ctx.places])

@@ -208,7 +208,7 @@ class _ReplayContexts:
     def __enter__(self) -> None:
         stack = ExitStack()
         stack.enter_context(self.replay)
-        stack.enter_context(self.env.entered() if isinstance(self.env, AxisEnv) else self.env)
+        stack.enter_context(self.env.as_current() if isinstance(self.env, AxisEnv) else self.env)
         if self.captures is not None:
             stack.enter_context(self.captures.replaying())
         self.stacks.append(stack)

@@ -43,9 +43,29 @@ def clean(graph: fx.Graph) -> None:
             if output not in node.users or _may_be_returned(same, output):
                 node.replace_all_uses_with(same)
                 graph.erase_node(node)
+    for node in list(graph.nodes):
+        if node.target is aten.cat.default:
+            _leave_out_empty(graph, node)
     for node in reversed(list(graph.nodes)):
         if not node.users and is_pure(node):
             graph.erase_node(node)
+
+
+def _leave_out_empty(graph: fx.Graph, node: fx.Node) -> None:
+    """Make a copy of the one tensor that is concatenated with empty ones of shape [0].
+
+    A cache of transformers begins as an empty tensor. The result is contiguous; in the
+    decomposition of torch 2.13 it has the strides of the tensor, which later views do not fit.
+    """
+    operands: Any = node.args[0]
+    parts = [x for x in operands if x.meta.get("val", ((),))[0] != (0,)]
+    if len(parts) != 1 or len(operands) == 1:
+        return
+    shape, strides, dtype, _ = node.meta["val"]
+    is_contiguous = torch.empty(shape, device="meta").stride() == strides
+    if is_contiguous and parts[0].meta["val"][2] is dtype:
+        node.target, node.args = aten.clone.default, (parts[0],)
+        node.kwargs = {"memory_format": torch.contiguous_format}
 
 
 def _alias_of(node: fx.Node) -> fx.Node | None:

@@ -86,7 +86,8 @@ class Guard:
                 change := changed(holder, set())
             ) is not None:
                 return change
-        return self._snapshot.change_of_copies() or self._change_of_tensors()
+        change = self._snapshot.change_of_copies() if self._snapshot.has_copies else None
+        return change or self._change_of_tensors()
 
     def _change_of_tensors(self) -> str | None:
         if not all(map(is_, map(_local_of, self.sharded), self._parts)) or not all(

@@ -97,6 +97,35 @@ def names_of(
     return names
 
 
+def overrides_called(kind: type, names: frozenset[str]) -> frozenset[str]:
+    """Return the attributes of the program's classes that methods of installed bases read.
+
+    A trainer of a package calls `self.compute_loss`, which the program's subclass defines.
+
+    Args:
+        names: attributes that are read of instances.
+    """
+    own: set[str] = set()
+    inherited: dict[str, types.CodeType] = {}
+    for base in reversed(kind.__mro__):
+        if is_program(getattr(base, "__module__", None)):
+            own.update(vars(base))
+        else:
+            functions = {name: getattr(f, "fget", f) for name, f in vars(base).items()}
+            inherited |= {
+                name: f.__code__ for name, f in functions.items() if hasattr(f, "__code__")
+            }
+    called: set[str] = set()
+    work = [*names, "forward", "__call__"] if own else []
+    while work:
+        code = inherited.pop(work.pop(), None)
+        if code is not None:
+            read = {name for part in codes(code) for name in part.co_names}
+            called |= read & own
+            work += read
+    return frozenset(called)
+
+
 @lru_cache(4096)
 def assigned_by(code: types.CodeType) -> frozenset[str]:
     """Return the attributes that the code, and that of the functions inside it, assigns."""

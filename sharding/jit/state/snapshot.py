@@ -62,6 +62,7 @@ from .names import (
     is_installed,
     is_program,
     names_of,
+    overrides_called,
 )
 
 _PACKAGE = __name__.partition(".")[0]
@@ -173,6 +174,11 @@ class Snapshot:
         """Describe what has changed in one holder, None if nothing has."""
         return holder.change(dynamic, self._is_copy)
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether containers have replaced others."""
+        return bool(self._copies)
+
     def change_of_copies(self) -> str | None:
         """Describe what has changed in containers that have replaced others, None if nothing."""
         changes = (self.change_of(holder, set()) for holder in self._copies.values())
@@ -239,6 +245,8 @@ class Snapshot:
                 for name, scope in self._names
                 if scope is None or (kind is not None and scope in kind.__mro__)
             )
+            if kind is not None:
+                names |= overrides_called(kind, names)
             self._names_of_kinds[kind] = names
         return names
 

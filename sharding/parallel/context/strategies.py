@@ -328,10 +328,11 @@ def _check_sequence(layout: Layout, options: AttentionOptions) -> None:
             f"{prefix}axis={options.axes!r} for {layout}; use one of {mesh.axis_names}"
         )
     if splitting_axes(layout, dim) != tuple(a for a in options.axes if mesh.size(a) > 1):
+        axes = set(options.axes)
         target_cuts = [
-            cuts if d != dim else [Cut((a,)) for a in options.axes]
-            for d, cuts in enumerate(_cuts_without(layout, options.axes))
+            [cut for cut in cuts if axes.isdisjoint(cut.axes)] for cuts in layout.spec.cuts
         ]
+        target_cuts[dim] = [Cut((a,)) for a in options.axes]
         raise ValueError(
             f"{prefix}the sequence, dim {dim} of {layout}, must be split over {options.axes} and "
             f"no other axis; redistribute it to {P.of_cuts(target_cuts, {})} first"
@@ -346,8 +347,3 @@ def _check_sequence(layout: Layout, options: AttentionOptions) -> None:
                 f"sm.parallel.balance_sequence(x, {dim}, {options.axes}), or leave balanced=True "
                 "out"
             )
-
-
-def _cuts_without(layout: Layout, axes: tuple[str, ...]) -> list[list[Cut]]:
-    """Return the cuts by other axes."""
-    return [[cut for cut in cuts if not set(cut.axes) & set(axes)] for cuts in layout.spec.cuts]

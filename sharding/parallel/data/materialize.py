@@ -206,7 +206,8 @@ def _initialise(initialise: Init, module: nn.Module) -> None:
     if padding is None or not isinstance(module.weight, ShardedTensor):
         initialise(module)
         return
-    module.padding_idx = None  # type: ignore[assignment]  # the initialiser would write a row of a view, which has no rule
+    # the initialiser would write a row of a view, which has no rule
+    module.padding_idx = None  # type: ignore[assignment]
     try:
         initialise(module)
     finally:

@@ -11,6 +11,7 @@ They are those of a module, gathered before its forward and freed after it.
 
 A `Unit` has a plan, which stays, and a `UnitStep` for each use of its parameters: made when they
 are gathered for a forward, and referred to by autograd's nodes until their gradients are reduced.
+`Unit.call` is the forward; its backward begins with the nodes that `UnitStep` puts in the graph.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ class Unit:
         self.schedule = Schedule(self)
         self.parts: tuple[Unit, ...] = ()
         self.outer_units: list[Unit] = []
-        self.in_use, self.held = ParamsInUse(plan), HeldGrads(plan, self.controls)
+        self.in_use = ParamsInUse(plan)
+        self.held = HeldGrads(plan, self.controls)
         self.step: UnitStep | None = None
         self.saved = 0
         self.grad_places = GradPlaces(plan.grad_sources, self._allocate_grads)
@@ -79,15 +81,19 @@ class Unit:
         return f"Unit({self.plan.name or 'the root'}, {len(self.plan.slots)} parameters)"
 
     def intercept(self) -> None:
-        """Redirect calls of the unit's module, and of those that use its parameters, to `call`."""
-        own, roots = list(own_modules(self)), self.plan.roots
-        for module in own:
+        """Redirect calls to `call`: of the unit's module, and of those with parameters of the unit.
+
+        Also of those with sharded buffers, such as rotary embeddings: the program may call a module
+        inside of the unit's own, as `generate` of peft's models does.
+        """
+        modules, roots = list(own_modules(self)), self.plan.roots
+        for module in modules:
             set_unit(module, self)
-        intercepted = [x for x in own if x in roots or _uses_parameters(x)]
+        intercepted = [x for x in modules if x in roots or _uses_parameters(x) or any_sharded([x])]
         for module in intercepted:
-            module.register_load_state_dict_post_hook(_adopt_loaded)
+            module.register_load_state_dict_post_hook(_adopt_loaded_parameters)
         self._interception = CallInterception(intercepted, self.call)
-        self._projects_buffers = any_sharded(own)
+        self._projects_buffers = any_sharded(modules)
 
     @property
     def keep(self) -> str:
@@ -150,7 +156,9 @@ class Unit:
                     kwargs,
                     lambda inner, *args, **kwargs: self.call(inner, args, kwargs, forward),
                 )
-        policy, buffers, hooks = self.plan.options.policy, BuffersInUse(), None
+        policy = self.plan.options.policy
+        buffers = BuffersInUse()
+        hooks = None
         is_root = module in self.plan.roots
         self._interception.stop()
         try:
@@ -173,10 +181,12 @@ class Unit:
         self, args: Any, kwargs: Any, buffers: BuffersInUse
     ) -> saved_param_hooks | None:
         """Set the unsharded parameters, and gather the next unit's."""
-        if self.in_use.uses:  # by `unshard`
+        if self.in_use.uses:
+            # `unshard` has set values, which this forward sets again, unless parameters were
+            # written since: then the gather below is a new one, and the values are made anew.
             self._keep_writes()
             self.in_use.restore()
-            self.gather()  # if parameters were written since
+            self.gather()
             if not self.plan.is_gathered:
                 self._end_step()
         self.controls.wait_for_optimizer()
@@ -213,26 +223,35 @@ class Unit:
 
         Communication: as `gather`.
         """
-        slots, substitutes = self.plan.slots, find_substitutes(self.plan.slots)
-        meshes = [mesh] * len(slots)
+        slots = self.plan.slots
+        substitutes = find_substitutes(slots)
         if mesh is None:
             meshes = [self._mesh_of_plain_inputs(slot.own) for slot in slots]
+        else:
+            meshes = [mesh] * len(slots)
         scales = self._grad_scales(meshes)
         in_place = substitutes_in_use(self.plan, substitutes, meshes, scales)
         values: list[Any] = [None] * len(slots)
-        if not substitutes or len(substitutes) < sum(len(slot.places) for slot in slots):
-            unsharded = self._unsharded_values(scales)
+        places = sum(len(slot.places) for slot in slots)
+        if not substitutes or len(substitutes) < places:  # else no parameter itself is used
             values = [
-                self.plan.value_on(mesh, i, value, slots[i].value._lineage)
-                for i, (value, mesh) in enumerate(zip(unsharded, meshes, strict=True))
+                self.plan.value_on(own_mesh, i, value, slots[i].value._lineage)
+                for i, (value, own_mesh) in enumerate(
+                    zip(self._unsharded_values(scales), meshes, strict=True)
+                )
             ]
         self.in_use.put(values, in_place)
 
     def _unsharded_values(self, grad_scales: Sequence[float]) -> tuple[Tensor, ...]:
         """Return the values of the running step, of the prefetched one or of a new one."""
         step = self.step
-        values = None if step is None else step.values
-        if step is None or values is None or step.has_graph != torch.is_grad_enabled():
+        if (
+            step is not None
+            and step.values is not None
+            and step.has_graph == torch.is_grad_enabled()
+        ):
+            values = step.values  # the parameters were used before in this forward
+        else:
             self.gather()
             if step is None or not step.is_prefetched:
                 self._end_step()
@@ -441,20 +460,24 @@ class UnitStep:
     """
 
     def __init__(self, unit: Unit) -> None:
-        self.unit, self.has_graph = unit, False
+        self.unit = unit
+        self.has_graph = False
         self.values: tuple[Tensor, ...] | None = None
         self.still_to_run: set[nn.Module] = set()
         self.wait: Callable[[], Grads] | None = None
-        self._scale, self._factors = 1.0, ()  # for all gradients; further ones per parameter
-        self._with_hook: set[int] = set()  # the gradients that `_write_grad` has had
-        half = None if unit.controls.allows_unused else unit.schedule.at_half_of_backward
+        # each gradient is multiplied by `_scale`, and where they differ by its own factor as well
+        self._scale = 1.0
+        self._factors: tuple[float, ...] = ()
+        self._hooked: set[int] = set()  # the gradients that `_write_grad` has had
+        may_be_unused = unit.controls.allows_unused  # then half of them may never exist
         self.writer = GradWriter(
             unit.grad_places.sources(unit.plan.parameters),
             unit.is_deferred,
             at_end=bool(unit.plan.options.stage.parameter),
-            on_half=half,
+            on_half=None if may_be_unused else unit.schedule.at_half_of_backward,
         )
         self.waits_late = bool(unit.plan.buckets)
+        # until there are values: the local parts of the parameters, and what `_GatherParams` takes
         self._parts = tuple([x._local for x in unit.plan.parameters])
         self._entered = self._parts
         if self.waits_late:
@@ -480,7 +503,8 @@ class UnitStep:
             [self._view_with_hook(i, x) if x.requires_grad else x for i, x in enumerate(values)]
         )
         self.has_graph = torch.is_grad_enabled()
-        self._parts = self._entered = ()
+        self._parts = ()
+        self._entered = ()
         return self.values
 
     def _find_leaves(self, outputs: Sequence[Tensor]) -> None:
@@ -512,7 +536,9 @@ class UnitStep:
 
     def forget_values(self) -> None:
         """Drop the values, which refer to autograd's nodes, and these to the step."""
-        self.values, self._parts, self._entered = None, (), ()
+        self.values = None
+        self._parts = ()
+        self._entered = ()
 
     # -- backward ----------------------------------------------------------------------------------
 
@@ -522,7 +548,7 @@ class UnitStep:
         if grad is None:
             return None
         self.writer.discard(number)
-        self._with_hook.add(number)
+        self._hooked.add(number)
         grad = self._scale_gradient(number, grad)
         if (
             torch.is_grad_enabled()
@@ -541,13 +567,15 @@ class UnitStep:
         The next backward through the same graph starts with new buffers.
         """
         writer = self.writer.take(self._scale)
-        hooked, self._with_hook = self._with_hook, set()
+        hooked, self._hooked = self._hooked, set()
         whole = list(grads)
         for i, grad in enumerate(grads):
-            if grad is not None:  # a write in forward replaces the node of a view, and its hook
-                whole[i] = (
-                    writer.written.get(i, grad) if i in hooked else self._scale_gradient(i, grad)
-                )
+            if grad is None:
+                continue
+            if i in hooked:
+                whole[i] = writer.written.get(i, grad)
+            else:  # a write in forward has replaced the node of the view, and its hook
+                whole[i] = self._scale_gradient(i, grad)
         return whole, writer
 
     # -- reduce ------------------------------------------------------------------------------------
@@ -573,17 +601,17 @@ class UnitStep:
         with unit.plan.summing_grads():
             for bucket in unit.plan.buckets:
                 buffer = writer.buffers.pop(bucket, None)
-                own, buffer = unit.held.join(bucket, bucket.own(grads), buffer)
-                waits.append((bucket, bucket.start(own, scale, buffer, unit.controls)))
+                own_grads, buffer = unit.held.join(bucket, bucket.own(grads), buffer)
+                waits.append((bucket, bucket.start(own_grads, scale, buffer, unit.controls)))
         parts = self._unsharded_grads(grads, writer)  # `wait` would keep all gradients alive
         if not waits:
             summed = self._accumulate(parts, writer)
             return lambda: summed
         unit.schedule.at_half_of_backward()  # if it was not called before
-        ended = unit.schedule.reduction_started()
+        end_reduction = unit.schedule.reduction_started()
 
         def wait() -> Grads:
-            ended()
+            end_reduction()
             for bucket, reduced in waits:
                 bucket.put(reduced(), parts)
             return self._accumulate(parts, writer)
@@ -613,30 +641,18 @@ class UnitStep:
         Communication: where parameters are replicated, one all_reduce per dtype; for units without
         sharded parameters see `GradBucketer`.
         """
-        unit, plan, nodes = self.unit, self.unit.plan, writer.leaves
-        parameters, is_split = plan.parameters, bool(plan.options.stage.optimizer)
+        unit, plan = self.unit, self.unit.plan
         parts = unit.held.exchange(parts)
         if plan.options.offloaded is not None:
-            parts = plan.options.offloaded.defer(parameters, parts, nodes)
-        candidates: Sequence[int] = [i for bucket in plan.buckets for i in bucket.numbers]
-        if not is_split and not unit.controls.allows_unused:
-            candidates = range(len(parts))  # else they are reduced together, after backward
-        later: dict[int, Tensor] = {}
-        unused: list[str] = []
-        for i in candidates:
-            part, parameter = parts[i], parameters[i]
-            if (
-                part is not None
-                and not part.requires_grad
-                and leaf_grads.may_start(parameter, nodes[i])
-            ):
-                later[i] = part
-            elif parameter.requires_grad:
-                unused.append(plan.slots[i].path)
+            parts = plan.options.offloaded.defer(plan.parameters, parts, writer.leaves)
+        later, unused = self._replicated_grads(parts, writer)
         if not later:
             return parts
-        leaves, grads = [parameters[i] for i in later], list(later.values())
-        donate = is_split or all(part is writer.written.get(i) for i, part in later.items())
+        leaves = [plan.slots[i].value for i in later]
+        grads = list(later.values())
+        donate = bool(plan.options.stage.optimizer) or all(
+            part is writer.written.get(i) for i, part in later.items()
+        )
         if plan.buckets:
             tag = reduction_tag(plan.display_name, len(later), unused)
             with plan.summing_grads():
@@ -644,11 +660,34 @@ class UnitStep:
         else:
             sources: list[Any] = list(writer.buffers) if donate else []
             source = sources[0] if len(sources) == 1 else None
-            alone = unit.schedule.units[0] is unit
+            is_alone = unit.schedule.units[0] is unit
             unit.schedule.bucketer.add(
-                UnitGrads(plan.display_name, leaves, grads, unused, donate, source, alone)
+                UnitGrads(plan.display_name, leaves, grads, unused, donate, source, is_alone)
             )
         return [None if i in later else part for i, part in enumerate(parts)]
+
+    def _replicated_grads(
+        self, parts: Grads, writer: GradWriter
+    ) -> tuple[dict[int, Tensor], list[str]]:
+        """Return by number the gradients to reduce over more axes, and the paths of the others."""
+        plan = self.unit.plan
+        numbers: Sequence[int] = [i for bucket in plan.buckets for i in bucket.numbers]
+        if not plan.options.stage.optimizer and not self.unit.controls.allows_unused:
+            numbers = range(len(parts))  # else they are reduced together, after backward
+        later: dict[int, Tensor] = {}
+        unused: list[str] = []
+        for i in numbers:
+            part = parts[i]
+            parameter = plan.slots[i].value
+            if (
+                part is not None
+                and not part.requires_grad
+                and leaf_grads.may_start(parameter, writer.leaves[i])
+            ):
+                later[i] = part
+            elif parameter.requires_grad:
+                unused.append(plan.slots[i].path)
+        return later, unused
 
     def reduce_differentiably(self, grads: Grads) -> Grads:
         """Return the gradients of the local parts, for gradients of gradients.
@@ -657,8 +696,9 @@ class UnitStep:
         """
         plan = self.unit.plan
         self.unit.release()
+        bases = [slot.base for slot in plan.slots]
+        rests = [slot.rest for slot in plan.slots]
         with plan.summing_grads():
-            bases, rests = [slot.base for slot in plan.slots], [slot.rest for slot in plan.slots]
             return average(grads, bases, rests, [self._scale] * len(bases))
 
 
@@ -765,7 +805,7 @@ def own_modules(unit: Unit) -> Iterator[nn.Module]:
             todo += [child for child in module.children() if unit_of(child) in (None, unit)]
 
 
-def _adopt_loaded(module: nn.Module, _: Any) -> None:
+def _adopt_loaded_parameters(module: nn.Module, _: Any) -> None:
     """Take over the parameters that `load_state_dict(assign=True)` has set."""
     unit = unit_of(module)
     if unit is not None:

@@ -470,7 +470,12 @@ class Pipeline:
         loss = microbatch_loss(loss_fn, weight)
         batches = microbatches_of(inputs, kwargs, targets, self.microbatches)
         schedule = self._schedules.of(len(batches))
-        with torch.enable_grad(), self._tied_gradients_summed(), accumulate_grads():
+        with (
+            torch.enable_grad(),
+            self._tied_gradients_summed(),
+            accumulate_grads(),
+            self._staged.constant_flags(),
+        ):
             run = self._start("step", batches, targets, loss)
             row = schedule.rows[self._places.own]
             gathers = StepGathers(self.stages, row, self._gather)
@@ -496,8 +501,9 @@ class Pipeline:
         """
         loss = microbatch_loss(loss_fn, weight)
         batches = microbatches_of(inputs, kwargs, targets, self.microbatches)
-        run = self._start("eval", batches, targets, loss)
-        self._run_forward_only(run)
+        with self._staged.constant_flags():
+            run = self._start("eval", batches, targets, loss)
+            self._run_forward_only(run)
         return self._whole_loss(run)
 
     @torch.no_grad()
@@ -508,8 +514,9 @@ class Pipeline:
             A list on the rank of the last stage, None on the others.
         """
         batches = microbatches_of(inputs, kwargs, None, self.microbatches)
-        run = self._start("forward", batches, None, None)
-        self._run_forward_only(run)
+        with self._staged.constant_flags():
+            run = self._start("forward", batches, None, None)
+            self._run_forward_only(run)
         if self._staged.num_stages - 1 not in self.stages:
             return None
         return [run.outputs[number] for number in range(len(batches))]

@@ -3,10 +3,10 @@
     forward of microbatch m    seed (step, m) | unit 0 | seed (step, m, 0) | unit 1 | seed ...
 
 Each stage seeds after the units of earlier stages as if it had run them. So dropout is the same
-with one stage and with sixteen. Generators are seeded between units only, so recomputation, which
-restores their state, draws the same numbers again. Each step takes one number from torch's
-generator and one from that of ShardedTensors, on every rank of the pipeline; ranks that are seeded
-alike stay alike.
+with two stages and with sixteen, while the same modules are units. Generators are seeded between
+units only, so recomputation, which restores their state, draws the same numbers again. Each step
+takes one number from torch's generator and one from that of ShardedTensors, on every rank of the
+pipeline; ranks that are seeded alike stay alike.
 """
 
 from __future__ import annotations

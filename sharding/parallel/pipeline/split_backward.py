@@ -129,7 +129,7 @@ class SplitBackward:
         roots = self._weights.take_roots()
         try:
             if roots:
-                torch.autograd.backward(roots, [root.detach() for root in roots])
+                _run_backward(roots)
         except BaseException:
             self._end("failed")
             raise
@@ -152,6 +152,16 @@ class SplitBackward:
 
     def _end(self, state: State) -> None:
         self._state, self._weights = state, Weights()
+
+
+def _run_backward(roots: Sequence[Tensor]) -> None:
+    """Run `torch.autograd.backward` from many empty gradients, without comparing their shapes."""
+    grads = tuple([root.detach() for root in roots])
+    run = getattr(torch.autograd.graph, "_engine_run_backward", None)
+    if run is None:
+        torch.autograd.backward(roots, grads)
+    else:
+        run(tuple(roots), grads, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 # -- marking operators -----------------------------------------------------------------------------
@@ -261,7 +271,7 @@ class _MarkWeights(TorchFunctionMode):
         if func is torch.autograd.backward:
             run = self._backward if torch.is_grad_enabled() else func
             return run(*args, **kwargs)
-        weights = self._weights_in((*args, *kwargs.values()))
+        weights = self._weights_in((*args, *kwargs.values()) if kwargs else args)
         if not weights:
             return func(*args, **kwargs)
         if not torch.is_grad_enabled():  # as in the forward of a reentrant checkpoint
@@ -269,7 +279,9 @@ class _MarkWeights(TorchFunctionMode):
             return func(*args, **kwargs)
         if engine_hooks.saved_tensor_hooks() is not None:
             self._phase.may_recompute = True
-        if thread_context.recorder is not None or engine_hooks.transforming():
+        if thread_context.in_joined_function or thread_context.recorder is not None:
+            return func(*args, **kwargs)
+        if engine_hooks.transforming():
             return func(*args, **kwargs)
         if name in _AUTOCAST_OPERATORS and torch.is_autocast_enabled(weights[0].device.type):
             args = map_tensors(self._cast, args)
@@ -319,11 +331,14 @@ class _MarkWeights(TorchFunctionMode):
         """Return the weights among the operands of a call, also those in lists and the like."""
         weights: list[Tensor] = []
         for x in operands:
-            if _is_plain(x):
+            kind = type(x)
+            if kind is Tensor or kind is nn.Parameter:
                 if x.requires_grad and self._weights.is_weight(x):
                     weights.append(x)
-            elif isinstance(x, (list, tuple, dict)):
-                weights += self._weights_in(tensors_in((x,)))
+            elif isinstance(x, (list, tuple)):
+                weights += self._weights_in(x)
+            elif isinstance(x, dict):
+                weights += self._weights_in(x.values())
         return weights
 
     def _can_defer(self, call: Operands) -> bool:

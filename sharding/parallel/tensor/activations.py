@@ -388,13 +388,13 @@ def _check_has_axis(site: HookSite, name: str, x: ShardedTensor) -> ShardedTenso
 def _mesh_of_plain(site: HookSite, module: nn.Module) -> DeviceMesh | None:
     """Return the mesh on which the layout of a plain tensor is unambiguous.
 
-    A mesh of the axis alone, that of the plan or of the module's parameters.
+    A mesh of the axis alone but for axes of one rank, that of the plan or of the module's
+    parameters; of several the one with the fewest axes, where `fully_shard` has the parameters in
+    use for plain inputs.
     """
     meshes = [site.mesh, *{p.mesh for p in module.parameters() if isinstance(p, ShardedTensor)}]
-    return next(
-        (m for m in meshes if site.axis in m.axis_names and prod(m.shape) == m.size(site.axis)),
-        None,
-    )
+    known = [m for m in meshes if site.axis in m.axis_names and prod(m.shape) == m.size(site.axis)]
+    return min(known, key=lambda m: len(m.axis_names), default=None)
 
 
 def as_axis_layout(layout: Any, what: str) -> AxisLayout:

@@ -65,11 +65,11 @@ def routes(step: Step, coordinate: Coordinate) -> tuple[Route, ...]:
     if step.op == "hierarchical_all_to_all_v" and is_node_replicated(step):
         return _node_replicated_routes(step, coordinate)
     group = members(step, coordinate)
-    me = group.index(coordinate)
+    own_index = group.index(coordinate)
     return tuple(
         Route(
-            [(group[t.receiver], t.box) for t in transfers if t.sender == me],
-            [(group[t.sender], t.box) for t in transfers if t.receiver == me],
+            [(group[t.receiver], t.box) for t in transfers if t.sender == own_index],
+            [(group[t.sender], t.box) for t in transfers if t.receiver == own_index],
         )
         for transfers in group_transfers(step, group[0])
     )
@@ -162,7 +162,7 @@ def direct(
                 sender = min(owners, key=_distance(rank, nodes, sent, len(have)))
                 sent[sender] += box_size(common) * weight
                 transfers.append(Transfer(sender, rank, common))
-    return sorted(transfers, key=lambda t: (t.sender, t.receiver))
+    return _in_order(transfers)
 
 
 def _distance(
@@ -183,56 +183,61 @@ def is_node_replicated(step: Step) -> bool:
     if step.topology is None:
         return False
     mesh = step.src.mesh
-    inner = _inner(step)
-    outer = _outer(step)
+    replica_axes, split_axes = _replica_axes(step), _split_axes(step)
     if (
-        not inner
-        or any(a in step.dst.dim_of for a in inner)
-        or set(inner) & set(step.topology.crossing_axes(mesh))
+        not replica_axes
+        or any(a in step.dst.dim_of for a in replica_axes)
+        or set(replica_axes) & set(step.topology.crossing_axes(mesh))
     ):
         return False
+    # Whether ranks along the split axes are in nodes of their own is asked at two corners of the
+    # mesh.
     nodes = step.topology.node_ids(mesh)
     corners = [tuple(0 for _ in mesh.shape), tuple(n - 1 for n in mesh.shape)]
-    groups = [[int(nodes[c]) for c in members_along(step.src, outer, corner)] for corner in corners]
+    groups = [
+        [int(nodes[c]) for c in members_along(step.src, split_axes, corner)] for corner in corners
+    ]
     return all(len(set(group_nodes)) == len(group_nodes) for group_nodes in groups)
 
 
-def _inner(step: Step) -> tuple[str, ...]:
+def _replica_axes(step: Step) -> tuple[str, ...]:
+    """Return the axes of the step along which the source is replicated."""
     return tuple(a for a in step.axes if a not in step.src.dim_of)
 
 
-def _outer(step: Step) -> tuple[str, ...]:
+def _split_axes(step: Step) -> tuple[str, ...]:
+    """Return the axes of the step that split the source."""
     return tuple(a for a in step.axes if a in step.src.dim_of)
 
 
-def _node_replicated_routes(step: Step, me: Coordinate) -> tuple[Route, Route]:
+def _node_replicated_routes(step: Step, coordinate: Coordinate) -> tuple[Route, Route]:
     """Return the routes between nodes and inside the node.
 
-    Between nodes it is this rank's piece of every box, from and to its counterparts there.
+    Each box that crosses to another node is cut into one piece for each replica of the receiving
+    node: replica i of the sending node sends piece i to replica i there, and then each passes its
+    piece on to the others.
     """
-    peers = members_along(step.src, _inner(step), me)
-    own_index = peers.index(me)
-    recvs = [
-        (c, box)
-        for c, box in ranks_overlapping(step.src, step.dst.box_at(me), me, _outer(step))
-        if c != me
-    ]
-    sends = [
-        (c, box)
-        for c, box in ranks_overlapping(step.dst, step.src.box_at(me), me, _outer(step))
-        if c != me
-    ]
+    replicas = members_along(step.src, _replica_axes(step), coordinate)
+    own_index = replicas.index(coordinate)
+    split_axes = _split_axes(step)
+    wanted = ranks_overlapping(step.src, step.dst.box_at(coordinate), coordinate, split_axes)
+    held = ranks_overlapping(step.dst, step.src.box_at(coordinate), coordinate, split_axes)
+    recvs = [(c, box) for c, box in wanted if c != coordinate]
+    sends = [(c, box) for c, box in held if c != coordinate]
 
     def pieces(boxes: RankBoxes, index: int) -> RankBoxes:
-        cut = [(c, _piece(box, len(peers), index)) for c, box in boxes]
+        cut = [(c, _piece(box, len(replicas), index)) for c, box in boxes]
         return [(c, box) for c, box in cut if box_size(box)]
 
     own_pieces = [box for _, box in pieces(recvs, own_index)]
-    passed_on = [(peer, box) for peer in peers if peer != me for box in own_pieces]
-    from_peers = [
-        (peer, box) for i, peer in enumerate(peers) if peer != me for _, box in pieces(recvs, i)
-    ]
-    return Route(pieces(sends, own_index), pieces(recvs, own_index)), Route(passed_on, from_peers)
+    sends_inside: RankBoxes = []
+    recvs_inside: RankBoxes = []
+    for i, replica in enumerate(replicas):
+        if replica != coordinate:
+            sends_inside += [(replica, box) for box in own_pieces]
+            recvs_inside += [(replica, box) for _, box in pieces(recvs, i)]
+    between_nodes = Route(pieces(sends, own_index), pieces(recvs, own_index))
+    return between_nodes, Route(sends_inside, recvs_inside)
 
 
 # above this, hierarchical routes are not considered: computing them would take seconds
@@ -257,30 +262,36 @@ def hierarchical(
 
     The arguments are those of `direct`.
     """
-    first, second = [], []
+    between_nodes: list[Transfer] = []
+    inside_nodes: list[Transfer] = []
+    # elements of each rank so far, to balance the load
     sent, received, sent_inside = [0] * len(have), [0] * len(have), [0] * len(have)
     for cell, holders, wanters in _cells(have, want):
         for node in dict.fromkeys(nodes[r] for r in wanters):
             receivers = [r for r in wanters if nodes[r] == node and r not in holders]
-            inside = [r for r in holders if nodes[r] == node]
-            if inside:
-                second += [
-                    Transfer(_take(inside, sent_inside, cell), rank, cell) for rank in receivers
-                ]
+            local_holders = [r for r in holders if nodes[r] == node]
+            if local_holders:
+                for receiver in receivers:
+                    sender = _take(local_holders, sent_inside, cell)
+                    inside_nodes.append(Transfer(sender, receiver, cell))
                 continue
             receivers.sort(key=lambda r: received[r])
-            pieces = [
-                piece
-                for i in range(len(receivers))
-                if box_size(piece := _piece(cell, len(receivers), i))
-            ]
-            for rank, piece in zip(receivers, pieces, strict=False):
-                first.append(Transfer(_take(sorted(holders), sent, piece), rank, piece))
-                received[rank] += box_size(piece)
-                second += [Transfer(rank, other, piece) for other in receivers if other != rank]
-    return sorted(first, key=lambda t: (t.sender, t.receiver)), sorted(
-        second, key=lambda t: (t.sender, t.receiver)
-    )
+            for i, receiver in enumerate(receivers):
+                piece = _piece(cell, len(receivers), i)
+                if box_size(piece) == 0:  # and so are all after it
+                    break
+                sender = _take(sorted(holders), sent, piece)
+                between_nodes.append(Transfer(sender, receiver, piece))
+                received[receiver] += box_size(piece)
+                inside_nodes += [
+                    Transfer(receiver, other, piece) for other in receivers if other != receiver
+                ]
+    return _in_order(between_nodes), _in_order(inside_nodes)
+
+
+def _in_order(transfers: list[Transfer]) -> list[Transfer]:
+    """Return the transfers in the order of their ranks."""
+    return sorted(transfers, key=lambda t: (t.sender, t.receiver))
 
 
 def _take(owners: Sequence[int], load: list[int], box: Box) -> int:

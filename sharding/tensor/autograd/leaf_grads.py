@@ -12,8 +12,8 @@ backward ends, all new gradients are reduced, once, in buckets of equal axes and
 Inside `accumulate_grads()` the reduction waits for the end of the block, over however many backward
 passes.
 
-Which leaves wait for it is known by hooks on their local parts (`register_leaf`). Those that hold a
-gradient before backward ends may hand it in themselves: units of FSDP `start` its reduction.
+Hooks on the local parts tell which leaves wait for it (`register_leaf`). Code that has gradients of
+leaves before backward ends may reduce them at once: units of FSDP call `start`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reports and decisions as text; what no member has written is refused."""
+"""Reports, decisions and who joins, as text; what no member has written is refused."""
 
 from __future__ import annotations
 
@@ -7,8 +7,17 @@ import json
 import pytest
 
 from shardmesh.mesh.elastic import protocol
-from shardmesh.mesh.elastic.messages import Failure, ToldDecision, ToldReport, shortened_reason
+from shardmesh.mesh.elastic.messages import (
+    Announcement,
+    Failure,
+    ToldDecision,
+    ToldReport,
+    Welcome,
+    shortened_reason,
+)
 from shardmesh.mesh.elastic.protocol import Copy, Decision
+from shardmesh.mesh.elastic.rank_stores import StoreAddress
+from shardmesh.mesh.monitor.startup.rank_info import RankInfo
 
 COPY = Copy(3, 1, 1, (0, 2, 3))
 FAILURE = Failure(2, 3, "ValueError: no more data")
@@ -67,3 +76,52 @@ def test_another_decision_is_refused(text: str):
 def test_a_reason_is_not_longer_than_a_line_or_two():
     assert shortened_reason(KeyError("x")) == "KeyError: 'x'"
     assert len(shortened_reason(ValueError("x" * 10_000))) == 500
+
+
+INFO = RankInfo(1, "host", 12, "boot/pid", 34, 0, "", {})
+ANNOUNCED = Announcement("0123456789abcdef", INFO, StoreAddress("127.0.0.1", 41001))
+WELCOME = Welcome(4, 0, protocol.Write.UNDO, 3, "gloo", DECISION, {0: ANNOUNCED, 4: ANNOUNCED})
+
+
+def test_who_joins_and_who_is_welcome_is_read_as_it_was_written():
+    assert Announcement.from_json(ANNOUNCED.to_json()) == ANNOUNCED
+    assert Welcome.from_json(WELCOME.to_json()) == WELCOME
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("rank", -1),
+        ("write", 3),
+        ("size", "3"),
+        ("backend", "gloo; rm"),
+        ("decision", {}),
+        ("members", {"-1": ANNOUNCED.to_json()}),
+        ("members", {"0": ANNOUNCED._replace(token="x").to_json()}),
+        ("members", []),
+        ("more", 1),
+    ],
+)
+def test_another_welcome_is_refused(name: str, value: object):
+    text = json.dumps({**json.loads(WELCOME.to_json()), name: value})
+    with pytest.raises(ValueError, match=r"."):
+        Welcome.from_json(text)
+
+
+def test_a_member_that_has_joined_holds_nothing_and_is_not_asked_for_the_version():
+    decision = Decision(2, (0, 3, 4), COPY, (0, 3), ())
+    assert decision.is_held_by_all
+    assert not decision._replace(providers=(0,)).is_held_by_all
+    member = protocol.joining_member(4, decision, 0, protocol.Write.LOCAL)
+    assert (member.copies, member.step, member.epoch) == ((), COPY.step, 2)
+    confirmed = protocol.finish_confirm(protocol.enter_confirm(member))
+    assert confirmed.copies == (confirmed.current,)
+
+
+def test_the_leader_decides_who_joins_as_all_know_from_before():
+    members = [protocol.interrupt(protocol.first_member(rank, (0, 1), 0)) for rank in (0, 1)]
+    reports = {member.rank: protocol.report(member) for member in members}
+    decision = protocol.decide(members[0], reports, None, lambda *_: (), joining=[2])
+    assert decision is not None
+    assert decision.members == (0, 1, 2)
+    assert decision.providers == (0, 1)

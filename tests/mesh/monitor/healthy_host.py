@@ -52,15 +52,15 @@ def facts(env: Mapping[str, str] | None = None, **changes) -> Facts:
     """Return the facts of the healthy host with this environment, and with these fields of any part
     changed.
     """
-    found = replace(ALONE, env=env or {})
-    if found.place.agent_store:
+    healthy = replace(ALONE, env=env or {})
+    if healthy.place.agent_store:
         port = Port(29500, True, "torchrun (process 7)", True)
-        found = replace(found, network=replace(NETWORK, master=("10.0.0.5",), port=port))
-    elif "MASTER_ADDR" in found.env:
-        found = replace(found, network=replace(NETWORK, master=("10.0.0.5",)))
+        healthy = replace(healthy, network=replace(NETWORK, master=("10.0.0.5",), port=port))
+    elif "MASTER_ADDR" in healthy.env:
+        healthy = replace(healthy, network=replace(NETWORK, master=("10.0.0.5",)))
     for part in ("software", "system", "network", "devices"):
-        mine = {
-            name: value for name, value in changes.items() if hasattr(getattr(found, part), name)
+        own_fields = {
+            name: value for name, value in changes.items() if hasattr(getattr(healthy, part), name)
         }
-        found = replace(found, **{part: replace(getattr(found, part), **mine)})
-    return found
+        healthy = replace(healthy, **{part: replace(getattr(healthy, part), **own_fields)})
+    return healthy

@@ -249,7 +249,8 @@ def _uses_of(func: Any) -> tuple[tuple[str, bool], ...] | None:
 
 def _is_view(schema: Any) -> bool:
     return any(
-        found.alias_info is not None and not found.alias_info.is_write for found in schema.returns
+        returned.alias_info is not None and not returned.alias_info.is_write
+        for returned in schema.returns
     )
 
 
@@ -282,9 +283,9 @@ def host_reads_wait(memory: Callable[[], Memory | None]) -> Iterator[None]:
     def waits(method: Any) -> Any:
         @wraps(method)
         def read(x: Any, *args: Any, **kwargs: Any) -> Any:
-            here = memory()
-            if here is not None:
-                here.touch(method.__name__, [(y, False) for y in _plain(x)])
+            memory_of_rank = memory()
+            if memory_of_rank is not None:
+                memory_of_rank.touch(method.__name__, [(y, False) for y in _plain(x)])
             return method(x, *args, **kwargs)
 
         return read

@@ -115,18 +115,18 @@ class LateScheduler(Scheduler):
         if self.failure is not None:
             raise RankEnded
         stream = self.streams.setdefault((ranks, sender), [])
-        here = next((one for one in stream if rank not in one.calls), None)
-        if here is None:
-            here = LateRendezvous()
-            stream.append(here)
-        here.calls[rank], here.places[rank] = call, called_at()
-        if len(here.calls) == len(ranks):
-            here.complete(ranks, move, here.places.get)
-            stream.remove(here)
-            self._wake(here)
-        return here
+        meeting = next((one for one in stream if rank not in one.calls), None)
+        if meeting is None:
+            meeting = LateRendezvous()
+            stream.append(meeting)
+        meeting.calls[rank], meeting.places[rank] = call, called_at()
+        if len(meeting.calls) == len(ranks):
+            meeting.complete(ranks, move, meeting.places.get)
+            stream.remove(meeting)
+            self._wake(meeting)
+        return meeting
 
-    def wait_for(self, ranks: tuple[int, ...], rank: int, here: LateRendezvous) -> Any:
+    def wait_for(self, ranks: tuple[int, ...], rank: int, meeting: LateRendezvous) -> Any:
         """Block this rank until the collective has run; return its result.
 
         Raises: its error, if ranks called different collectives or none can go on.
@@ -134,18 +134,18 @@ class LateScheduler(Scheduler):
         if self.failure is not None:
             raise RankEnded
         self.order.has_run(rank)
-        if not here.done:
-            self.waiting[rank] = ranks, here
+        if not meeting.done:
+            self.waiting[rank] = ranks, meeting
             self.suspend(rank)
             self.workers[rank].gate.acquire()
             self.resume(rank)
-        if here.error is not None:
-            raise copy.copy(here.error)
-        return here.result
+        if meeting.error is not None:
+            raise copy.copy(meeting.error)
+        return meeting.result
 
-    def _wake(self, here: LateRendezvous) -> None:
-        here.done = True
-        woken = [rank for rank, (_, other) in self.waiting.items() if other is here]
+    def _wake(self, meeting: LateRendezvous) -> None:
+        meeting.done = True
+        woken = [rank for rank, (_, other) in self.waiting.items() if other is meeting]
         for rank in woken:
             del self.waiting[rank]
         self.ready.extend(woken)
@@ -155,17 +155,17 @@ class LateScheduler(Scheduler):
         waits = [
             BlockedRank(
                 rank,
-                here.calls[rank],
+                meeting.calls[rank],
                 ranks,
-                [r for r in ranks if r not in here.calls],
-                here.places[rank],
+                [r for r in ranks if r not in meeting.calls],
+                meeting.places[rank],
             )
-            for rank, (ranks, here) in blocked
+            for rank, (ranks, meeting) in blocked
         ]
         error = no_rank_can_go_on(waits, sorted(self.finished))
-        for _, (_, here) in blocked:
-            here.error = error
-            self._wake(here)
+        for _, (_, meeting) in blocked:
+            meeting.error = error
+            self._wake(meeting)
 
 
 class LateGroup(SimulatedGroup):
@@ -195,8 +195,8 @@ class LateGroup(SimulatedGroup):
         call = Arrival("permute", (out.dtype,), (out, None, None, src))
         return LateWork(self, call, rendezvous.move_permute, sender=src)
 
-    def host_wait(self, here: LateRendezvous) -> Any:
-        return self._scheduler.wait_for(self.ranks, self.world.rank, here)
+    def host_wait(self, meeting: LateRendezvous) -> Any:
+        return self._scheduler.wait_for(self.ranks, self.world.rank, meeting)
 
     def _barrier(self) -> None:
         self.host_wait(self._run(Arrival("barrier", (), ()), rendezvous.move_nothing))
@@ -215,20 +215,20 @@ class LateWork(Work):
     ) -> None:
         self.group, self.call, self.place = group, call, called_at()
         self.waited, self.error = False, None
-        given, written, read = call.buffers, *_roles(call, group.rank)
+        written, read = _roles(call, group.rank)
         # By number of a buffer: whether it is written.
         used = {i: i == written for i in (read, written) if i is not None}
-        group.memory.touch(str(call), [(given[i], writes) for i, writes in used.items()])
+        group.memory.touch(str(call), [(call.buffers[i], writes) for i, writes in used.items()])
         with own_operators():
-            found = {i: Buffer(given[i], writes) for i, writes in used.items()}
-            self.out = None if written is None else found[written]
+            buffers = {i: Buffer(call.buffers[i], writes) for i, writes in used.items()}
+            self.out = None if written is None else buffers[written]
             if self.out is not None:
                 self.out.poison()
-            for buffer in found.values():
+            for buffer in buffers.values():
                 buffer.expect()
-        copies = tuple(found[i].before if i in found else x for i, x in enumerate(given))
-        self.buffers = list(found.values())
-        self.here = group.arrive(replace(call, buffers=copies), move, sender)
+        copies = tuple(buffers[i].before if i in buffers else x for i, x in enumerate(call.buffers))
+        self.buffers = list(buffers.values())
+        self.meeting = group.arrive(replace(call, buffers=copies), move, sender)
         group.memory.under_way.append(self)
 
     def __str__(self) -> str:
@@ -258,7 +258,7 @@ class LateWork(Work):
         """Wait for the other ranks, and write the result."""
         self.group.memory.ordered.remove(self)
         try:
-            self.group.host_wait(self.here)
+            self.group.host_wait(self.meeting)
         except Exception as error:
             self.error = error
             raise
@@ -268,7 +268,7 @@ class LateWork(Work):
         self.buffers = []
 
     def is_completed(self) -> bool:
-        return self.here.done
+        return self.meeting.done
 
 
 def _roles(call: Arrival, rank: int) -> tuple[int | None, int | None]:
@@ -315,11 +315,11 @@ def nccl_world(ahead: bool = True) -> Iterator[None]:
 
 
 def _noting_exceptions(method: Callable[..., bool]) -> Callable[..., bool]:
-    def exit_block(raises: Any, kind: Any, *found: Any) -> bool:
+    def exit_block(raises: Any, kind: Any, *error: Any) -> bool:
         memory = _memory()
         if memory is not None and kind is not None:
             memory.has_failed = True
-        return method(raises, kind, *found)
+        return method(raises, kind, *error)
 
     return exit_block
 

@@ -119,12 +119,12 @@ def loaded_step(base: Path, name: str) -> int:
     def program() -> int:
         mesh = sm.init_device_mesh("cpu", (3,), axis_names=("x",))
         size = LARGE if name.endswith("after") else 64
-        found = load(folder, tree(mesh, 0, size))
-        expected = tree(mesh, found["step"], size)
-        assert found["step"] in (1, 2)
-        assert all(torch.equal(found[key]._local, expected[key]._local) for key in ("x", "y"))
+        loaded = load(folder, tree(mesh, 0, size))
+        expected = tree(mesh, loaded["step"], size)
+        assert loaded["step"] in (1, 2)
+        assert all(torch.equal(loaded[key]._local, expected[key]._local) for key in ("x", "y"))
         save(expected, folder, step=3, keep=1)
-        return found["step"]
+        return loaded["step"]
 
     step = sm.simulate(3)(program)()[0]
     assert [path.name for path in folder.iterdir()] == ["step-00000003"]

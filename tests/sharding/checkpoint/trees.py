@@ -120,12 +120,12 @@ def pair(seed: int, folder: Path) -> int:
     def loading(state: random.Random) -> None:
         layouts = laid_out(state, loaded_shape)
         whole = wholes()
-        found: Any = load(
+        loaded: Any = load(
             folder, {"tensors": layouts, "whole": torch.empty_like(whole["x0"]), "seed": None}
         )
-        assert found["seed"] == seed
-        assert torch.equal(bits(found["whole"]), bits(whole["x0"]))
-        for name, x in found["tensors"].items():
+        assert loaded["seed"] == seed
+        assert torch.equal(bits(loaded["whole"]), bits(whole["x0"]))
+        for name, x in loaded["tensors"].items():
             assert sm.typeof(x) is layouts[name]
             assert torch.equal(
                 bits(x.to_local() if x.mesh.coordinate else x._local),

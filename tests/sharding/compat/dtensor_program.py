@@ -173,7 +173,7 @@ def gradients_of_parts(api: Any) -> Any:
     """Run to_local and full_tensor, with and without grad_placements."""
     S, R, U = api.Shard, api.Replicate, api.Partial
     mesh, rank = grid(api), dist.get_rank()
-    found = {}
+    results = {}
     for name, where, grads in [
         ("split", [S(0), R()], None),
         ("differs", [R(), R()], [U(), U()]),
@@ -182,22 +182,22 @@ def gradients_of_parts(api: Any) -> Any:
         x = api.distribute_tensor(numbers(4, 4), mesh, where).requires_grad_()
         local = x.to_local() if grads is None else x.to_local(grad_placements=grads)
         (local * (2 if grads is None else rank + 1)).sum().backward()
-        found[name] = x.grad.full_tensor()
+        results[name] = x.grad.full_tensor()
     x = api.distribute_tensor(numbers(4, 4), mesh, [S(0), S(1)]).requires_grad_()
     (x.full_tensor(grad_placements=[U(), R()]) * (mesh.get_local_rank("dp") + 1)).sum().backward()
-    return found | {"whole": x.grad.full_tensor()}
+    return results | {"whole": x.grad.full_tensor()}
 
 
 def moves(api: Any) -> Any:
     S, R, U = api.Shard, api.Replicate, api.Partial
-    mesh, found = grid(api), {}
+    mesh, results = grid(api), {}
     places = [(S(0), S(1)), (R(), S(0)), (S(1), R()), (S(0), S(0)), (R(), R())]
     for i, src in enumerate(places):
         for j, dst in enumerate(places):
             x = api.distribute_tensor(numbers(8, 8), mesh, src).requires_grad_()
             y = x.redistribute(mesh, dst) if j % 2 else x.redistribute(placements=dst)
             (y * y).sum().backward()
-            found[i, j] = (
+            results[i, j] = (
                 y.placements == dst,
                 y.to_local().detach(),
                 x.grad.full_tensor(),
@@ -207,12 +207,12 @@ def moves(api: Any) -> Any:
     y = x.redistribute(
         placements=[S(0), R()], forward_dtype=torch.float64, backward_dtype=torch.float32
     )
-    return found | {"dtypes": (y.dtype, y.full_tensor().dtype)}
+    return results | {"dtypes": (y.dtype, y.full_tensor().dtype)}
 
 
 def factories(api: Any) -> Any:
     mesh, where = grid(api), [api.Shard(0), api.Replicate()]
-    made = {
+    tensors = {
         "zeros": api.zeros(4, 6, device_mesh=mesh, placements=where),
         "ones": api.ones(
             (4, 6),
@@ -231,7 +231,8 @@ def factories(api: Any) -> Any:
     )
     return {
         "values": {
-            name: (x.full_tensor(), x.dtype, tuple(x.to_local().shape)) for name, x in made.items()
+            name: (x.full_tensor(), x.dtype, tuple(x.to_local().shape))
+            for name, x in tensors.items()
         },
         "empty": (
             empty.shape,
@@ -445,7 +446,7 @@ def counting(api: Any) -> Any:
     mesh = grid(api)
     x = api.distribute_tensor(numbers(8, 8), mesh, [api.Shard(0), api.Replicate()])
     pending = api.DTensor.from_local(numbers(8, 8), mesh, [api.Replicate(), api.Partial()])
-    mode, found = api.CommDebugMode(), {}
+    mode, results = api.CommDebugMode(), {}
     ops = torch.ops.c10d_functional
     for name, run in {
         "gather": lambda: x.redistribute(placements=[api.Replicate()] * 2).to_local() + 0,
@@ -459,8 +460,8 @@ def counting(api: Any) -> Any:
             run()
         counts = mode.get_comm_counts()
         asked = (ops.all_gather_into_tensor, ops.all_reduce, ops.reduce_scatter_tensor)
-        found[name] = mode.get_total_counts(), [counts[op] for op in asked]
-    return found
+        results[name] = mode.get_total_counts(), [counts[op] for op in asked]
+    return results
 
 
 def mixing(api: Any) -> Any:

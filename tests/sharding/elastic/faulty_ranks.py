@@ -10,6 +10,7 @@ import hashlib
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from functools import partial, partialmethod
 from typing import Any
@@ -59,6 +60,10 @@ class Faults:
             os.kill(os.getpid(), signal.SIGSTOP)
         elif kind == "exit":
             os._exit(3)
+        elif kind == "term":
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif kind == "await":
+            await_a_process_that_joins()
         elif kind == "cut":  # this host from others
             subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
         elif kind == "raise":
@@ -66,6 +71,15 @@ class Faults:
 
 
 faults = Faults(-1, [])
+memberships: list[Membership] = []  # of this process
+
+
+def await_a_process_that_joins() -> None:
+    """Wait until a process has announced itself, and let the next vote look for it."""
+    (membership,) = memberships
+    while not membership._announced():
+        time.sleep(0.01)
+    membership._next_look = 0.0
 
 
 class Momentum(torch.optim.Optimizer):
@@ -198,13 +212,18 @@ def hashes(state: Any) -> dict[str, str]:
 
 
 def train(
-    form: str, planned: Sequence[Fault], checkpoint: str = "", spares: int = 0
+    form: str,
+    planned: Sequence[Fault],
+    checkpoint: str = "",
+    spares: int = 0,
+    redundancy: int = 0,
 ) -> dict[str, Any]:
     """Train as an elastic job; return losses, events and hashes of the state.
 
     Args:
         checkpoint: the folder to save into after every other step.
         spares: how many ranks wait.
+        redundancy: as of `run`.
     """
     global faults
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -223,6 +242,7 @@ def train(
         make_mesh=make_mesh,
         steps=STEPS,
         spares=spares,
+        redundancy=redundancy,
         checkpoint=checkpoint or None,
         save_every=2 if checkpoint else None,
     )
@@ -245,6 +265,14 @@ def _fail_inside() -> None:
 
         setattr(owner, name, call)
 
+    original = Membership.__init__
+
+    def begin(self: Membership, *args: Any, **kwargs: Any) -> None:
+        memberships.append(self)
+        original(self, *args, **kwargs)
+        self._next_look = float("inf")  # until `await_a_process_that_joins`
+
+    Membership.__init__ = begin  # type: ignore[method-assign]
     reaching(Membership, "vote", "vote")
     reaching(Membership, "confirm", "confirm")
     reaching(Membership, "agree", "agree")
@@ -281,6 +309,7 @@ def misuses() -> dict[str, list[Any]]:
     job = sm.elastic.ElasticJob(
         lambda mesh: build("ddp", mesh), make_mesh=lambda n: mesh_over("ddp", range(n))
     )
+    job._members._next_look = float("inf")  # it looks for processes that join once a second
     job_of = partial(batch_of, 0, job.mesh)
     (optimizer,) = job.state["optimizers"]
     costs = [cost_of_a_step(job) for _ in range(3)]

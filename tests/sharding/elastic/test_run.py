@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.forked import Ended, Forked, statuses
+from tests.forked import Ended, Forked, by_hand, statuses
 from tests.sharding.elastic.faulty_ranks import (
     PLACES,
     PLACES_AFTER_A_LOSS,
@@ -184,6 +184,107 @@ def test_parts_that_are_lost_come_from_the_newest_checkpoint(forked: Forked, tmp
         assert expected.value is not None, expected.output
         assert value["losses"][2:] == expected.value["losses"]
         assert value["hashes"] == expected.value["hashes"]
+
+
+def as_from_checkpoint(
+    forked: Forked, form: str, folder: Path, step: int, ranks: int
+) -> list[Ended]:
+    """Run the rest of a job on other ranks, from what it has saved at this step."""
+    name = f"step-{step:08}"
+    again = folder.parent / "again"
+    shutil.copytree(folder / name, again / name)
+    return forked(train, ranks, form, [], str(again), limit_s=LIMIT_S)
+
+
+@pytest.mark.parametrize("form", ["fsdp", slow("ddp"), slow("tp")])
+def test_a_rank_that_is_told_to_go_hands_over_its_state(forked: Forked, form: str, tmp_path: Path):
+    """It takes the step to its end, and no step is taken again, though it alone held its parts."""
+    ended = run_job(forked, form, [(2, 1, "forward", "term")], str(tmp_path / "saved"))
+    assert statuses(ended) == [0] * RANKS, ended[0].output
+    assert ended[2].value is None
+    expected = as_from_checkpoint(forked, form, tmp_path / "saved", 2, 3)
+    for one, other in zip([ended[0], ended[1], ended[3]], expected, strict=True):
+        assert other.value is not None, other.output
+        assert [event[:3] for event in one.value["events"]] == [[2, [2], [0, 1, 3]]]
+        assert one.value["losses"][2:] == other.value["losses"]
+        assert one.value["hashes"] == other.value["hashes"]
+
+
+@pytest.mark.slow
+def test_ranks_that_are_told_to_go_all_at_once_save_a_checkpoint(forked: Forked, tmp_path: Path):
+    faults = [(rank, 2, "forward", "term") for rank in range(RANKS)]
+    ended = run_job(forked, "ddp", faults, str(tmp_path / "saved"))
+    assert statuses(ended) == [128 + 15] * RANKS, ended[0].output
+    assert (tmp_path / "saved" / "step-00000003").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("leaving", [[0], [0, 1]])
+def test_the_rank_that_serves_the_store_leaves(forked: Forked, leaving: list[int]):
+    faults = [(rank, 1, "data", "term") for rank in leaving]
+    ended = run_job(forked, "ddp", [*faults, (3, 4, "backward", "kill")])
+    dead = {*leaving, 3}
+    assert {rank for rank, one in enumerate(ended) if one.value is None} == dead, ended[2].output
+    value = ended[2].value
+    left = [rank for rank in range(RANKS) if rank not in leaving]
+    assert value["events"][0][:3] == [2, leaving, left]
+    assert value["events"][1][:3] == [4, [3], [rank for rank in left if rank != 3]]
+    assert len(value["losses"]) == STEPS
+
+
+@pytest.mark.parametrize("form", ["fsdp", slow("ddp"), slow("tp")])
+def test_a_process_joins(forked: Forked, form: str, tmp_path: Path):
+    """From then on the job equals one of all ranks that begins with the checkpoint of the step."""
+    faults = [(0, 1, "vote", "await")]
+    args = [(form, faults, str(tmp_path / "saved"))] * 3 + [(form, [], str(tmp_path / "saved"))]
+    env = by_hand(3)
+    env.append({**env[2], "SHARDMESH_ELASTIC_JOIN": "1"})
+    ended = forked.run(train, args, env, forked.new_folder(), limit_s=LIMIT_S)
+    assert statuses(ended) == [0] * 4, "".join(one.output for one in ended)
+    expected = as_from_checkpoint(forked, form, tmp_path / "saved", 2, 4)
+    for one, other in zip(ended, expected, strict=True):
+        assert other.value is not None, other.output
+        assert [event[:3] for event in one.value["events"]] == [[2, [], [0, 1, 2, 3]]]
+        assert one.value["losses"] == ended[0].value["losses"]
+        assert one.value["losses"][2:] == other.value["losses"]
+        assert one.value["hashes"] == other.value["hashes"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["build", "exchange", "confirm"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_ends_while_a_process_joins(forked: Forked, place: str, rank: int):
+    faults = [(0, 1, "vote", "await"), (rank, 1, place, "kill")]
+    env = by_hand(3)
+    env.append({**env[2], "SHARDMESH_ELASTIC_JOIN": "1"})
+    args = [("ddp", faults)] * 3 + [("ddp", [])]
+    ended = forked.run(train, args, env, forked.new_folder(), limit_s=LIMIT_S)
+    left = [other for other in range(4) if other != rank]
+    assert [ended[other].status for other in left] == [0] * 3, ended[left[0]].output
+    for other in left:
+        assert ended[other].value["events"][-1][2] == left
+        assert ended[other].value["hashes"] == ended[left[0]].value["hashes"]
+        assert len(ended[other].value["losses"]) == STEPS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["backward", "vote", "write"])
+def test_copies_on_other_ranks_take_the_place_of_replicas(
+    forked: Forked, place: str, tmp_path: Path
+):
+    faults = [(2, 3, place, "kill")]
+    args = ("fsdp", faults, "", 0, 1)
+    ended = forked(train, RANKS, *args, limit_s=LIMIT_S)
+    assert statuses(ended) == [0, 0, -9, 0], ended[0].output
+    step, lost, ranks, _ = ended[0].value["events"][0]
+    assert step in (2, 3)
+    assert (lost, ranks) == ([2], [0, 1, 3])
+    whole = run_job(forked, "fsdp", [], str(tmp_path / "saved"))[0].value
+    assert ended[0].value["losses"][:step] == whole["losses"][:step]
+    if step == 2:
+        expected = as_from_checkpoint(forked, "fsdp", tmp_path / "saved", 2, 3)[0].value
+        assert ended[0].value["losses"][2:] == expected["losses"]
+        assert ended[0].value["hashes"] == expected["hashes"]
 
 
 @pytest.mark.slow

@@ -117,8 +117,8 @@ def uneven() -> Iterator[MappedCase]:
         differs=why,
         refused="must be divisible",
     )
-    there = lambda c, x: c.all_to_all(x, axis, 0, 1, tiled=True)  # noqa: E731
-    back = lambda c, x: c.all_to_all(there(c, x), axis, 1, 0, tiled=True, sizes=sizes)  # noqa: E731
+    scatter = lambda c, x: c.all_to_all(x, axis, 0, 1, tiled=True)  # noqa: E731
+    back = lambda c, x: c.all_to_all(scatter(c, x), axis, 1, 0, tiled=True, sizes=sizes)  # noqa: E731
     yield case_of(
         "all_to_all of 15", mesh, axis, back, each(mesh, 15, 2), differs=why, refused="divisible"
     )

@@ -136,9 +136,11 @@ def check_case(case: FlatCase, check: Any = True) -> None:
     rank.
     """
     by_definition, results = wanted(case)
-    for found in sm.simulate(math.prod(case.mesh))(lambda: ours(case, results, check))():
+    for results_of_rank in sm.simulate(math.prod(case.mesh))(lambda: ours(case, results, check))():
         for what in ("values", "grads", "second"):
-            for one, other in zip(getattr(found, what), getattr(by_definition, what), strict=True):
+            for one, other in zip(
+                getattr(results_of_rank, what), getattr(by_definition, what), strict=True
+            ):
                 assert one.dtype == other.dtype, what
                 torch.testing.assert_close(
                     one,

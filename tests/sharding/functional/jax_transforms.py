@@ -164,11 +164,11 @@ def main() -> None:
         **names, **{name: getattr(jnp, name) for name in NUMBERS}, map=mapped, P=jax.P
     )
     a = SimpleNamespace(**{name: jnp.asarray(x) for name, x in inputs().items()})
-    found = {
+    results = {
         name: [np.asarray(x) for x in jax.tree.leaves(jax.jit(lambda p=p: p(t, a))())]
         for name, p in PROGRAMS.items()
     }
-    pickle.dump(found, sys.stdout.buffer)
+    pickle.dump(results, sys.stdout.buffer)
 
 
 if __name__ == "__main__":

@@ -91,12 +91,12 @@ class Lockstep:
         xs: list[Tensor],
     ) -> list[Tensor]:
         """Apply the definition to parts of any shapes."""
-        found: dict[int, Tensor] = {}
+        losses: dict[int, Tensor] = {}
         for group in self.groups(axis):
-            found |= zip(
+            losses |= zip(
                 group, (own(part) for part in definition([xs[rank] for rank in group])), strict=True
             )
-        return [found[rank] for rank in range(self.size)]
+        return [losses[rank] for rank in range(self.size)]
 
     def same(self, xs: list[Tensor]) -> bool:
         return all(
@@ -206,14 +206,14 @@ class LockstepProgram:
     def __str__(self) -> str:
         sizes = ", ".join(f"{name}={n}" for name, n in zip("ab", self.mesh, strict=True))
         each = enumerate(zip(self.shapes, self.given, self.frozen, strict=True))
-        given = [f"x{i}: {list(s)} {p}{' frozen' if f else ''}" for i, (s, p, f) in each]
+        inputs = [f"x{i}: {list(s)} {p}{' frozen' if f else ''}" for i, (s, p, f) in each]
         specs = (
             f"in_specs=({', '.join(map(str, self.in_specs))},), "
             f"out_specs=({', '.join(map(str, self.out_specs))},)"
         )
         return (
             f"# program {self.seed} on ({sizes}); gradient by {self.outside}; "
-            f"{'; '.join(given)}\n# {specs}\n{self.source()}"
+            f"{'; '.join(inputs)}\n# {specs}\n{self.source()}"
         )
 
     def uses(self, word: str) -> bool:

@@ -64,15 +64,15 @@ def derivatives(
     """Return derivatives of the same losses as in JAX."""
     total: Any = sum(loss(y.double(), weighing(mesh, y, k, y.spec)) for k, y in enumerate(out))
     grads: Any = torch.autograd.grad(total, by, create_graph=case.second)
-    found = numpy_of([g.full_tensor() for g in grads])
+    numbers = numpy_of([g.full_tensor() for g in grads])
     if not case.second:
-        return found, []
+        return numbers, []
     again: Any = sum(
         (g.double() * weighing(mesh, g, k, x.spec)).sum()
         for k, (g, x) in enumerate(zip(grads, by, strict=True))
     )
     second: Any = torch.autograd.grad(again, by)
-    return found, numpy_of([g.full_tensor() for g in second])
+    return numbers, numpy_of([g.full_tensor() for g in second])
 
 
 def laid_out(mesh: sm.DeviceMesh, whole: torch.Tensor, spec: P) -> sm.ShardedTensor:

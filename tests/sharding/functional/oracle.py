@@ -232,16 +232,16 @@ class Oracle:
             **options: Any,
         ) -> Any:
             def inside(parts: Parts) -> Parts:
-                found: dict[int, Tensor] = {}
+                results: dict[int, Tensor] = {}
                 for group in axis_index_groups or [range(len(parts))]:
-                    found |= dict(
+                    results |= dict(
                         zip(
                             group,
                             definition([parts[i] for i in group], *args, **options),
                             strict=True,
                         )
                     )
-                return [found[i] for i in range(len(parts))]
+                return [results[i] for i in range(len(parts))]
 
             return self.along(axis_name, inside, x)
 

@@ -108,13 +108,13 @@ class ProgramGenerator:
             for axis in axes:
                 shape[dim] *= mesh["ab".index(axis)]
             shape[dim] -= len(axes) > 0 and self.chance(0.08)
-        given = spec if self.chance(0.85) else self._spec(0)
+        argument = spec if self.chance(0.85) else self._spec(0)
         pending = frozenset(axis for axis, _ in spec.unreduced)
         self.kinds[f"x{len(self.program.shapes)}"] = Kind(frozenset(spec.axes) - pending, pending)
         self.program.shapes.append(tuple(shape))
         self.program.in_specs.append(spec)
         self.program.frozen.append(self.chance(0.15))
-        self.program.given.append(P(*given.dims[: len(shape)]))
+        self.program.given.append(P(*argument.dims[: len(shape)]))
 
     def _spec(self, pending: int) -> P:
         """Return a random spec: each axis on a dim, unused, or (unless `pending` is 0) pending."""
@@ -244,11 +244,11 @@ class ProgramGenerator:
         step = Collective(
             name, tuple(self.new() for _ in args), args, axis, options, self.chance(0.1)
         )
-        given = REPLICATED
+        joined = REPLICATED
         for arg in args:
-            given = given.join(kinds[arg])
+            joined = joined.join(kinds[arg])
         step.started = step.started and not self.in_vmap
-        return step, law(name, options.get("to"), given, frozenset(axis)), list(step.targets)
+        return step, law(name, options.get("to"), joined, frozenset(axis)), list(step.targets)
 
     def _options(self, name: str, axis: Any, shape: tuple[int, ...], x: str) -> dict[str, Any]:
         """Return random arguments of a collective."""

@@ -74,9 +74,9 @@ class Collective:
     started: bool = False
 
     def lines(self) -> list[str]:
-        given = self.args[0] if len(self.args) == 1 else f"({', '.join(self.args)})"
+        arguments = self.args[0] if len(self.args) == 1 else f"({', '.join(self.args)})"
         inside = ", ".join(
-            [given, repr(self.axis), *(f"{k}={v!r}" for k, v in self.options.items())]
+            [arguments, repr(self.axis), *(f"{k}={v!r}" for k, v in self.options.items())]
         )
         call = (
             f"sm.async_start(sm.{self.name}, {inside}).wait()"
@@ -169,8 +169,8 @@ class NestedFunction:
             "value_and_grad": self._gradient,
         }
         how |= {"vjp": self._gradient, "jvp": self._jvp}
-        found = how.get(self.kind, self._remat)(world, envs, xs)
-        for env, values in zip(envs, found, strict=True):
+        results = how.get(self.kind, self._remat)(world, envs, xs)
+        for env, values in zip(envs, results, strict=True):
             env.update(zip(self.targets, values, strict=True))
 
     def _call(self, world: Lockstep, envs: list[Env], xs: Sequence[Tensor]) -> list[Tensor]:
@@ -189,11 +189,11 @@ class NestedFunction:
 
     def _func_grad(self, world: Lockstep, envs: list[Env], xs: list[Tensor]) -> list[tuple[Tensor]]:
         """Return the gradient of each rank's function."""
-        mine = [own(x) if x.requires_grad else x.detach().requires_grad_() for x in xs]
-        losses = self._call(world, envs, mine)
+        own_xs = [own(x) if x.requires_grad else x.detach().requires_grad_() for x in xs]
+        losses = self._call(world, envs, own_xs)
         return [
             torch.autograd.grad(y, x, create_graph=True, materialize_grads=True)
-            for y, x in zip(losses, mine, strict=True)
+            for y, x in zip(losses, own_xs, strict=True)
         ]  # type: ignore[misc]
 
     def _gradient(
@@ -202,12 +202,12 @@ class NestedFunction:
         """Return the gradient of a loss that is the same on all ranks, with respect to a replicated
         argument.
         """
-        mine = [own(x) if x.requires_grad else x.detach().requires_grad_() for x in xs]
-        losses = self._call(world, envs, mine)
+        own_xs = [own(x) if x.requires_grad else x.detach().requires_grad_() for x in xs]
+        losses = self._call(world, envs, own_xs)
         if not world.same(losses):
             world.unequal = True
         grads = torch.autograd.grad(
-            losses[0], mine, create_graph=True, allow_unused=True, materialize_grads=True
+            losses[0], own_xs, create_graph=True, allow_unused=True, materialize_grads=True
         )
         summed = world.along(self.summed, oracle.psum, list(grads))
         values = [own(0.7 * g if self.kind == "vjp" else g) for g in summed]
@@ -221,11 +221,16 @@ class NestedFunction:
         """Return the derivative in the direction x.sin(), as the gradient of the gradient with
         respect to the cotangent.
         """
-        mine = [own(x) if x.requires_grad else x.detach().requires_grad_() for x in xs]
-        results = self._call(world, envs, mine)
+        own_xs = [own(x) if x.requires_grad else x.detach().requires_grad_() for x in xs]
+        results = self._call(world, envs, own_xs)
         cotangents = [torch.zeros_like(y).requires_grad_() for y in results]
         back = torch.autograd.grad(
-            results, mine, cotangents, create_graph=True, allow_unused=True, materialize_grads=True
+            results,
+            own_xs,
+            cotangents,
+            create_graph=True,
+            allow_unused=True,
+            materialize_grads=True,
         )
         pairs = [(g, x.sin()) for g, x in zip(back, xs, strict=True) if g.requires_grad]
         return list(zip(results, self._forward(pairs, cotangents), strict=True))
@@ -261,10 +266,10 @@ class Gradient:
 
     def run(self, world: Lockstep, envs: list[Env]) -> None:
         total = sum(env[self.loss] for env in envs)
-        found = torch.autograd.grad(
+        results = torch.autograd.grad(
             total, [env[self.by] for env in envs], create_graph=True, allow_unused=True
         )  # type: ignore[arg-type]
-        if all(g is None for g in found):
+        if all(g is None for g in results):
             raise ValueError("not connected")
-        for env, g in zip(envs, found, strict=True):
+        for env, g in zip(envs, results, strict=True):
             env[self.target] = torch.zeros_like(env[self.by]) if g is None else g

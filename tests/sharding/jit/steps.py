@@ -14,7 +14,14 @@ from torch import Tensor, nn
 import shardmesh as sm
 from shardmesh import P
 from tests.device import DEVICE
-from tests.sharding.parallel.compositions import Composition, adamw, batch, loss_of, made, whole
+from tests.sharding.parallel.compositions import (
+    Composition,
+    adamw,
+    batch,
+    loss_of,
+    parallelized,
+    whole,
+)
 
 STEPS = 5
 
@@ -27,7 +34,7 @@ def composed(
     Returns: losses and norms, the parameters, and how many calls ran a graph.
     """
     mesh = sm.init_device_mesh(DEVICE, case.shape, axis_names=case.names)
-    model = made(case, mesh, **options)
+    model = parallelized(case, mesh, **options)
     optimizer = adamw(model)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
 
@@ -63,9 +70,9 @@ def runs(f: Any) -> int:
     """Return how many calls of a jitted function ran a graph."""
     entries = [
         entry
-        for by_key in getattr(f, "_entries", {}).values()
-        for found in by_key.values()
-        for entry in found
+        for state in getattr(f, "_states", {}).values()
+        for recordings in state.entries.values()
+        for entry in recordings
     ]
     return sum(entry.calls for entry in entries)
 

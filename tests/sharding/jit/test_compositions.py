@@ -15,7 +15,14 @@ import shardmesh as sm
 from shardmesh import P
 from tests.device import DEVICE
 from tests.sharding.jit.steps import mean_square, mlp, pair, runs
-from tests.sharding.parallel.compositions import UNEVEN, Composition, batch, loss_of, made, whole
+from tests.sharding.parallel.compositions import (
+    UNEVEN,
+    Composition,
+    batch,
+    loss_of,
+    parallelized,
+    whole,
+)
 from tests.tiers import slow
 
 Jit = Callable[..., Any]
@@ -326,7 +333,7 @@ def test_lower_a_step_of_a_sharded_model(form: str) -> None:
 
     def main(is_lowered: bool) -> Any:
         mesh = sm.init_device_mesh(DEVICE, case.shape, axis_names=case.names)
-        model = made(case, mesh)
+        model = parallelized(case, mesh)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
         @sm.jit(backend="eager", compiler_options=False)

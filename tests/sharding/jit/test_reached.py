@@ -71,6 +71,37 @@ def methodcaller() -> Case:
     return lambda x: x * get(scale), scale.set
 
 
+PACKAGE = """
+class Trainer:
+    def run(self, x):
+        return self._run(x)
+
+    def _run(self, x):
+        return self.loss(x)
+
+    def loss(self, x):
+        return x * 2
+
+    def report(self):
+        return self.count
+"""
+
+
+def override_called_by_an_installed_base() -> Case:
+    installed: dict[str, Any] = {"__name__": "a_package"}
+    exec(compile(PACKAGE, "/nowhere/site-packages/a_package.py", "exec"), installed)
+
+    class Own(installed["Trainer"]):
+        def __init__(self) -> None:
+            self.scale = 1.0
+
+        def loss(self, x: Tensor) -> Tensor:
+            return super().loss(x) * self.scale
+
+    trainer: Any = Own()
+    return lambda x: trainer.run(x), lambda i: setattr(trainer, "scale", float(i))
+
+
 def number_of_ctypes() -> Case:
     scale = ctypes.c_double(1.0)
     return lambda x: x * scale.value, lambda i: setattr(scale, "value", float(i))
@@ -151,6 +182,7 @@ def hook_after_a_reduction() -> Case:
         values_of_a_dict,
         items_of_an_ordered_dict,
         methodcaller,
+        override_called_by_an_installed_base,
         number_of_ctypes,
         state_of_a_hook,
         hook_that_is_added,

@@ -63,7 +63,7 @@ def counted(layers: int) -> tuple[list[int], list[int], float]:
     f = sm.jit(step, backend=backend)
     losses = [whole(f(*pair(mesh, i))).item() for i in range(3)]
     (entry,) = [
-        entry for by_key in f._entries.values() for found in by_key.values() for entry in found
+        entry for state in f._states.values() for each in state.entries.values() for entry in each
     ]
     names = entry.runner.__globals__.values()  # type: ignore[union-attr]
     return sizes, [len(x.compiled.graph.nodes) for x in names if isinstance(x, Segment)], losses[-1]

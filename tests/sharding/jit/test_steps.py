@@ -5,13 +5,14 @@ Hugging Face model, processes.
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 import train_lm
-from torch import Tensor
+from torch import Tensor, nn
 
 import shardmesh as sm
 from shardmesh import P
@@ -306,3 +307,23 @@ def test_gradients_that_are_left_and_read() -> None:
         sm.simulate(2)(main)(None), sm.simulate(2)(main)("eager"), strict=True
     ):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("check_state", "most"), [(True, 64), (False, 59)])
+def test_python_calls_of_a_call(check_state: bool, most: int) -> None:
+    """A call of a graph is so many calls of Python around it, whatever the model's size."""
+
+    def count(size: int) -> int:
+        model = nn.ModuleList([nn.Linear(2, 2) for _ in range(size)])
+        f = sm.jit(lambda module: None, backend="eager", check_state=check_state)
+        for _ in range(3):
+            f(model)
+        events: list[str] = []
+        sys.setprofile(lambda frame, event, argument: events.append(event))
+        try:
+            f(model)
+        finally:
+            sys.setprofile(None)
+        return events.count("call")
+
+    assert count(100) == count(1) <= most

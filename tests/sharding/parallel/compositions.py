@@ -105,7 +105,7 @@ def split(
     return layer(model, mesh, units=TransformerBlock, src_data_rank=None, **said, **options)
 
 
-def made(case: Composition, mesh: sm.DeviceMesh, **options: Any) -> SmallGPT:
+def parallelized(case: Composition, mesh: sm.DeviceMesh, **options: Any) -> SmallGPT:
     """Return the model, parallelized for the case; `options` are those of data parallelism."""
     model = gpt(case.config).to(DEVICE)
     if case.tp and case.inputs == "global":
@@ -244,8 +244,8 @@ def used(step: Callable[[], Any]) -> Used:
 
 
 def summed_up(records: Sequence[CollectiveRecord]) -> Used:
-    found: Used = {}
+    total: Used = {}
     for record in records:
-        calls, received = found.get(record.op, (0, 0))
-        found[record.op] = calls + 1, received + record.bytes_received
-    return found
+        calls, received = total.get(record.op, (0, 0))
+        total[record.op] = calls + 1, received + record.bytes_received
+    return total

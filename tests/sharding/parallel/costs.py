@@ -20,12 +20,12 @@ class Parameter:
     """A parameter as used by a rank of tensor parallelism.
 
     Attributes:
-        shape: the most that a rank of tp holds; `mine` what this one does.
+        shape: the most that a rank of tp holds; `own_shape` what this one does.
         copied: whether all ranks of tp hold all of it.
     """
 
     shape: tuple[int, ...]
-    mine: tuple[int, ...]
+    own_shape: tuple[int, ...]
     copied: bool
 
     @property
@@ -86,10 +86,10 @@ class StepCosts:
         yield from [self._copied(c.d)] * c.bias
 
     def _split(self, shape: tuple[int, ...], dim: int, piece: int = 1) -> Parameter:
-        most, mine = list(shape), list(shape)
+        most, own_shape = list(shape), list(shape)
         most[dim] = piece * chunk(shape[dim] // piece, self.tp, 0)
-        mine[dim] = piece * chunk(shape[dim] // piece, self.tp, self.coordinate.get("tp", 0))
-        return Parameter(tuple(most), tuple(mine), False)
+        own_shape[dim] = piece * chunk(shape[dim] // piece, self.tp, self.coordinate.get("tp", 0))
+        return Parameter(tuple(most), tuple(own_shape), False)
 
     def _copied(self, size: int) -> Parameter:
         return Parameter((size,), (size,), True)
@@ -116,12 +116,12 @@ class StepCosts:
 
     def layouts(self) -> list[FlatLayout]:
         """Return the split of each unit's buffer; less than a row is lost per boundary."""
-        n, found = self.size(*self.shards), []
+        n, shapes = self.size(*self.shards), []
         for unit in self.units:
             lengths, rows = tuple(p.length for p in unit), tuple(p.row for p in unit)
-            found.append(make_flat_layout(lengths, rows, n))
-            assert sum(lengths) <= n * found[-1].piece < sum(lengths) + (n + 1) * max(rows)
-        return found
+            shapes.append(make_flat_layout(lengths, rows, n))
+            assert sum(lengths) <= n * shapes[-1].piece < sum(lengths) + (n + 1) * max(rows)
+        return shapes
 
     # -- data parallelism --------------------------------------------------------------------------
 
@@ -137,10 +137,10 @@ class StepCosts:
         if form == "ddp":
             return []
         # Over so many ranks parameters stay split between steps.
-        kept = self.size(self.shards[0]) if form == "hybrid" else n
-        once = [(n // kept - 1) * piece for piece in pieces]
+        parts = self.size(self.shards[0]) if form == "hybrid" else n
+        once = [(n // parts - 1) * piece for piece in pieces]
         return once + micro_batches * [
-            (kept - 1) * (n // kept) * piece for piece in (root, *blocks, *blocks)
+            (parts - 1) * (n // parts) * piece for piece in (root, *blocks, *blocks)
         ]
 
     def summed(self, micro_batches: int = 1) -> list[int]:
@@ -173,12 +173,12 @@ class StepCosts:
         """
         others = self.size(*[axis for axis in self.case.data if axis not in self.shards])
         for unit, layout in zip(self.units, self.layouts(), strict=True):
-            found = dict[int, int]()
+            use = dict[int, int]()
             for i, p in enumerate(unit):
                 copies = others * (self.tp if p.copied else 1)
-                first, last = layout.rows_of(i, self.part, p.mine[0])
-                found[copies] = found.get(copies, 0) + (last - first) * math.prod(p.mine[1:]) * 8
-            yield {copies: held for copies, held in found.items() if copies > 1}
+                first, last = layout.rows_of(i, self.part, p.own_shape[0])
+                use[copies] = use.get(copies, 0) + (last - first) * math.prod(p.own_shape[1:]) * 8
+            yield {copies: held for copies, held in use.items() if copies > 1}
 
     # -- tensor parallelism, of sharded inputs -----------------------------------------------------
 
@@ -197,8 +197,10 @@ class StepCosts:
         if self.case.tp == "tp":
             return {"all_reduce": (2 * times, 2 * times * 2 * (self.tp - 1) * whole // self.tp)}
         # Uneven: exchanges take the places of both collectives.
-        mine = whole // S * chunk(S, self.tp, self.coordinate["tp"])
-        return {"all_to_all": (4 * times, 2 * times * (whole - mine + (self.tp - 1) * mine))}
+        own_whole = whole // S * chunk(S, self.tp, self.coordinate["tp"])
+        return {
+            "all_to_all": (4 * times, 2 * times * (whole - own_whole + (self.tp - 1) * own_whole))
+        }
 
     def with_torch_styles(self, first: bool) -> Used:
         """Every module of the plan takes and returns plain tensors.
@@ -237,13 +239,13 @@ class StepCosts:
         """Return the cost of the loss on sharded logits per token: a maximum and a sum, and a
         gradient backward; the rest are scalars.
         """
-        found: Used = {}
+        used: Used = {}
         ranks = self.size(*self.case.data)
         if self.tp > 1:
             per_token = 2 * (self.tp - 1) * self.tokens_here() * 8 // self.tp
             scalars = 2 if ranks == 1 else 0  # else reduced with the sum over the data axes
-            found = {"all_reduce": (3 + scalars, 3 * per_token + scalars * _scalar(self.tp))}
-        return plus(found, {"all_reduce": (int(ranks > 1), _scalar(ranks))})
+            used = {"all_reduce": (3 + scalars, 3 * per_token + scalars * _scalar(self.tp))}
+        return plus(used, {"all_reduce": (int(ranks > 1), _scalar(ranks))})
 
 
 def _scalar(ranks: int) -> int:
@@ -252,12 +254,12 @@ def _scalar(ranks: int) -> int:
 
 def plus(*all_used: Used) -> Used:
     """Return the sum; collectives that move nothing are not counted."""
-    found: Used = {}
+    total: Used = {}
     for one in all_used:
         for op, (calls, received) in one.items():
-            before = found.get(op, (0, 0))
-            found[op] = before[0] + calls, before[1] + received
-    return {op: both for op, both in found.items() if both[0]}
+            before = total.get(op, (0, 0))
+            total[op] = before[0] + calls, before[1] + received
+    return {op: both for op, both in total.items() if both[0]}
 
 
 def collective(op: str, received: list[int]) -> Used:

@@ -21,8 +21,8 @@ from tests.sharding.parallel.compositions import (
     batch_of,
     by_one_process,
     loss_in,
-    made,
     on,
+    parallelized,
     stepped,
     train,
     used,
@@ -89,7 +89,7 @@ def test_micro_batches_and_clipping(case):
     """Every step is clipped; the norms equal those of one process."""
 
     def program(mesh):
-        model = made(case, mesh)
+        model = parallelized(case, mesh)
         optimizer = adamw(model)
         return torch.stack(
             [
@@ -117,7 +117,7 @@ def test_calls_and_bytes_of_micro_batches(case):
                 loss_in(case, model, mesh, i).backward()
 
     def program(mesh):
-        model = made(case, mesh)
+        model = parallelized(case, mesh)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):
             found = used(lambda: backward(model, mesh))
@@ -134,7 +134,7 @@ def test_calls_and_bytes_of_micro_batches(case):
 
 def test_float32():
     case = Composition("fsdp", "sp", "global", replace(UNEVEN, dtype=torch.float32), (2, 2))
-    found = on(case, lambda mesh: train(case, mesh, made(case, mesh))[0])
+    found = on(case, lambda mesh: train(case, mesh, parallelized(case, mesh))[0])
     torch.testing.assert_close(torch.stack(found).mean(0), by_one_process(case), rtol=1e-5, atol=0)
 
 
@@ -178,7 +178,7 @@ def _mixed_by_hand(case, ranks):
 def test_mixed_precision_equals_manual_computation(form, shape):
     case = Composition(form, "", "plain", replace(EVEN, dtype=torch.float32), shape)
     case = replace(case, config=replace(case.config, vocabulary=31))
-    found = on(case, lambda mesh: train(case, mesh, made(case, mesh, mp_policy=MIXED))[0])
+    found = on(case, lambda mesh: train(case, mesh, parallelized(case, mesh, mp_policy=MIXED))[0])
     parity(found, _mixed_by_hand(case, 4), rtol=1e-5)
 
 
@@ -188,7 +188,7 @@ def test_bytes_of_mixed_precision(form, shape):
     case = Composition(form, "", "plain", replace(UNEVEN, dtype=torch.float32), shape)
 
     def program(mesh):
-        model = made(case, mesh, mp_policy=MIXED)
+        model = parallelized(case, mesh, mp_policy=MIXED)
         for step in range(2):
             found = used(lambda step=step: loss_in(case, model, mesh, step).backward())
             torch.optim.SGD(model.parameters(), lr=0.1).step()
@@ -223,7 +223,7 @@ def _by_muon(model, losses):
 )
 def test_muon(case):
     def program(mesh):
-        model = made(case, mesh)
+        model = parallelized(case, mesh)
         return _by_muon(model, (loss_in(case, model, mesh, step) for step in range(STEPS)))
 
     model = gpt(case.config).to(DEVICE)
@@ -258,14 +258,14 @@ def test_another_composition_resumes_from_a_checkpoint(before, after, tmp_path):
         return torch.stack([stepped(optimizer, loss_in(case, model, mesh, step)) for step in steps])
 
     def first(mesh):
-        model = made(before, mesh)
+        model = parallelized(before, mesh)
         optimizer = adamw(model)
         found = losses(before, mesh, model, optimizer, range(half))
         sm.checkpoint.save(sm.checkpoint.state_dict(model, optimizer), tmp_path)
         return found
 
     def second(mesh):
-        model = made(after, mesh)
+        model = parallelized(after, mesh)
         optimizer = adamw(model)
         sm.checkpoint.load_state_dict(
             model,

@@ -15,8 +15,8 @@ from tests.sharding.parallel.compositions import (
     UNEVEN,
     Composition,
     by_one_process,
-    made,
     on,
+    parallelized,
     train,
 )
 from tests.sharding.parallel.costs import StepCosts, expected, expected_of_plain
@@ -53,7 +53,7 @@ CASES = [
 @pytest.mark.one_in(14, each=["case.inputs"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_twenty_steps(case):
-    found = on(case, lambda mesh: train(case, mesh, made(case, mesh)))
+    found = on(case, lambda mesh: train(case, mesh, parallelized(case, mesh)))
     torch.testing.assert_close(
         torch.stack([losses for losses, *_ in found]).mean(0),
         by_one_process(case),
@@ -71,7 +71,7 @@ def test_twenty_steps(case):
 
 def _losses(case):
     mesh = sm.init_device_mesh(DEVICE, case.shape, axis_names=case.names)
-    return train(case, mesh, made(case, mesh))[0]
+    return train(case, mesh, parallelized(case, mesh))[0]
 
 
 @pytest.mark.slow

@@ -111,10 +111,10 @@ class Weights:
         if node is None:
             return self._is_weight_leaf(x)
         while True:
-            name = node.name()
+            name = type(node).__name__
             if name == _GATHER_OF_UNIT:
                 return True
-            if name == "torch::autograd::AccumulateGrad":
+            if name == "AccumulateGrad":
                 return self._is_weight_leaf(node.variable)  # type: ignore[attr-defined]
             if name not in _NODES_OF_WEIGHTS:
                 return False

@@ -53,7 +53,7 @@ class UnitCall:
         is_container: whether its forward is run by all later stages as well.
         tree: the result without its tensors, and a text for what cannot be made elsewhere.
         metas: the tensors of the result.
-        arguments: by the number of a tensor of the result, that of the argument which it is.
+        arguments: by the number of a tensor of the result, the leaf of the arguments which it is.
         copies: by the number of a tensor of the result, that of an earlier one which it is.
         written: the tensors of the result that are written after the call.
     """

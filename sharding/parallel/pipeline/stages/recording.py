@@ -28,7 +28,7 @@ from .....mesh.comm.thread_context import thread_context
 from .module_calls import intercept_calls
 from .skeleton import as_fake
 from .units import Place, places_of
-from .values import ValueTree, split_value, tensors_of
+from .values import ValueTree, leaves_of, split_value, tensors_of
 
 _READS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 
@@ -64,11 +64,11 @@ class Enter:
 
     Attributes:
         path: the first path of the module.
-        arguments: the tensors among the arguments, in the order of leaves.
+        arguments: for each leaf of the arguments the tensor; None for other leaves.
     """
 
     path: str
-    arguments: list[TensorKey]
+    arguments: list[TensorKey | None]
 
 
 @dataclass(eq=False)
@@ -80,14 +80,12 @@ class Exit:
         tree: the result without its tensors; a text, the class, where an object in it is neither a
             tensor nor a constant.
         tensors, metas: the tensors of the result.
-        arguments: the tensors of `enter`, as they are now.
     """
 
     enter: Enter
     tree: ValueTree | str
     tensors: list[TensorKey]
     metas: list[TensorMeta]
-    arguments: list[TensorKey]
 
 
 @dataclass(eq=False)
@@ -227,8 +225,9 @@ class Recorder(TorchDispatchMode):
         path = self._paths.get(id(module))
         if path is None:  # made in the forward
             return original(*args, **kwargs)
-        arguments = tensors_of((args, kwargs))
-        enter = Enter(path, [self.key(x) for x in arguments])
+        leaves = leaves_of((args, kwargs))
+        arguments = [x for x in leaves if isinstance(x, Tensor)]
+        enter = Enter(path, [self.key(x) if isinstance(x, Tensor) else None for x in leaves])
         self.recording.events.append(enter)
         count = len(self.recording.events)
         is_in_unit = self._is_in_unit(path)
@@ -249,8 +248,7 @@ class Recorder(TorchDispatchMode):
             tensors, tree = tensors_of(result), str(error)
         metas = [TensorMeta(x.shape, x.dtype, x.device, x.requires_grad) for x in tensors]
         keys = [self.key(x) for x in tensors]
-        exit_ = Exit(enter, tree, keys, metas, [self.key(x) for x in arguments])
-        self.recording.events.append(exit_)
+        self.recording.events.append(Exit(enter, tree, keys, metas))
         return result
 
     def __torch_dispatch__(

@@ -19,7 +19,7 @@ from .....mesh.comm.thread_context import thread_context
 from ....autograd.engine_hooks import saved_tensor_hooks
 from .dependencies import Dependencies, Output, UnitCall
 from .recording import TensorMeta
-from .values import split_value, tensors_of
+from .values import leaves_of, split_value
 
 AfterUnit: TypeAlias = Callable[[int], None]
 
@@ -156,8 +156,9 @@ class StageRun:
         return call
 
     def _earlier(self, call: UnitCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        arguments = tensors_of((args, kwargs)) if call.arguments else []
-        tensors: list[Tensor] = []
+        # by leaf, since a forward may decide by values to pass None, as masks without padding
+        arguments = leaves_of((args, kwargs)) if call.arguments else []
+        tensors: list[Any] = []
         for index, meta in enumerate(call.metas):
             output = Output(self._next - 1, index)
             if index in call.arguments:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import is_dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, is_dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +13,19 @@ from torch import Tensor, nn
 from ....trees import flatten
 
 
-class ModuleFlags(NamedTuple):
+@dataclass(frozen=True)
+class ModuleFlags:
     """The modes of modules, and whether their parameters require gradients, module by module."""
 
     training: tuple[bool, ...]
     requires_grad: tuple[bool, ...]
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # a signature is looked up several times for each action of a step
+        return hash((self.training, self.requires_grad))
 
 
 def flags_of(modules: Sequence[nn.Module]) -> ModuleFlags:
@@ -39,10 +48,8 @@ def set_flags(flags: ModuleFlags, model: nn.Module) -> None:
                 x.requires_grad_(required)
 
 
-def signature_of(
-    args: Sequence[Any], kwargs: Mapping[str, Any], modules: Sequence[nn.Module]
-) -> Hashable:
-    """Return the signature of a call.
+def signature_of(args: Sequence[Any], kwargs: Mapping[str, Any], flags: ModuleFlags) -> Hashable:
+    """Return the signature of a call of a model with these flags.
 
     It has the shapes, dtypes and other values of the inputs, the flags of the model's modules, grad
     mode and autocast.
@@ -53,7 +60,7 @@ def signature_of(
     enabled = tuple([torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")])
     dtypes = tuple([torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")])
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), enabled, dtypes
-    return _description((tuple(args), dict(kwargs))), modes, flags_of(modules)
+    return _description((tuple(args), dict(kwargs))), modes, flags
 
 
 def _description(tree: Any) -> Hashable:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from .ownership import first_places, own_places, owned_by_calls, owned_by_order
 from .precision import Precision, apply_precision
 from .recording import Recording, TensorMeta, record
 from .run import AfterUnit, StageRun, shared_tensors
-from .signature import flags_of, set_flags, signature_of
+from .signature import ModuleFlags, flags_of, set_flags, signature_of
 from .skeleton import on_meta
 from .split import Split, choose_boundaries, splittable_units, unit_costs
 from .units import ModuleTree, Place, join, module_tree, places_of
@@ -118,6 +119,7 @@ class StagedModel:
         self.after_unit: AfterUnit | None = None
         self._model = model
         self._modules = list(model.modules())
+        self._flags: ModuleFlags | None = None
         self._skeleton = on_meta(model)
         self._dependencies: dict[Hashable, Dependencies] = {}
         self._precision = Precision()
@@ -152,6 +154,15 @@ class StagedModel:
     def model(self) -> nn.Module:
         """The whole model; units of other ranks' stages are on "meta"."""
         return self._model
+
+    @contextmanager
+    def constant_flags(self) -> Iterator[None]:
+        """Read once, for all calls in the block, which modules train and what is frozen."""
+        self._flags = flags_of(self._modules)
+        try:
+            yield
+        finally:
+            self._flags = None
 
     def set_precision(self, precision: Precision) -> None:
         """Set how the units in all stages cast, which decides dtypes of what is between units."""
@@ -188,7 +199,7 @@ class StagedModel:
 
         Communication: none.
         """
-        signature = signature_of(args, kwargs, self._modules)
+        signature = signature_of(args, kwargs, self._flags or flags_of(self._modules))
         if signature not in self._dependencies:
             needs = self._dependencies_of(self._record(args, kwargs, count_flops=False))
             self._check_held(needs)

@@ -101,10 +101,15 @@ def split_value(value: Any) -> tuple[list[Tensor], ValueTree]:
 
 def tensors_of(value: Any) -> list[Tensor]:
     """Return the tensors of any value; of objects that are no containers, none."""
-    tensors: list[Tensor] = []
+    return [leaf for leaf in leaves_of(value) if isinstance(leaf, Tensor)]
+
+
+def leaves_of(value: Any) -> list[Any]:
+    """Return the leaves of any value, None among them, and those of dataclasses in it."""
+    leaves: list[Any] = []
     for leaf in flatten(value)[0]:
-        if isinstance(leaf, Tensor):
-            tensors.append(leaf)
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            tensors += tensors_of(dict(vars(leaf)))
-    return tensors
+        if is_dataclass(leaf) and not isinstance(leaf, type):
+            leaves += leaves_of(dict(vars(leaf)))
+        else:
+            leaves.append(leaf)
+    return leaves

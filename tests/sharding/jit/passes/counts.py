@@ -20,7 +20,7 @@ from tests.sharding.parallel.compositions import (
     adamw,
     batch,
     loss_of,
-    made,
+    parallelized,
     whole,
 )
 from tests.sharding.ranks import collectives
@@ -42,7 +42,7 @@ def step_of(case: Composition, options: Any, autocast: bool = False, **layer: An
     parallelism.
     """
     mesh = sm.init_device_mesh(DEVICE, case.shape, axis_names=case.names)
-    model = made(case, mesh, **layer)
+    model = parallelized(case, mesh, **layer)
     model = model.float() if autocast else model
     optimizer = adamw(model)
 

@@ -67,14 +67,14 @@ def _registered() -> Iterator[tuple[str, Callable[..., Any]]]:
 
 def labels(func: Callable[..., Any]) -> list[str]:
     """Return `owner.name` for every place where this function is defined."""
-    found = [
+    names = [
         f"{owner}.{name}"
         for owner, module in OWNERS.items()
         for name in _NAMES[owner]
         if getattr(module, name, None) is func
         or (owner == "Tensor" and getattr(module, name, None) == func)
     ]
-    return found or [getattr(func, "__qualname__", repr(func))]
+    return names or [getattr(func, "__qualname__", repr(func))]
 
 
 _NAMES = {owner: dir(module) for owner, module in OWNERS.items()}

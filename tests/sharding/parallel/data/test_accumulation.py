@@ -14,9 +14,9 @@ from tests.sharding.parallel.data.training import (
     TOKENS,
     gradients,
     loss_of,
-    mine,
     model,
     on_ranks,
+    own_rows,
     reference_gradients,
     same,
 )
@@ -24,7 +24,7 @@ from tests.sharding.parallel.data.training import (
 
 def _parts(mesh, count):
     return [
-        (mine(mesh, x), mine(mesh, y))
+        (own_rows(mesh, x), own_rows(mesh, y))
         for x, y in zip(TOKENS.chunk(count), TARGETS.chunk(count), strict=True)
     ]
 

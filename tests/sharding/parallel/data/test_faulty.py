@@ -252,7 +252,7 @@ def test_frozen_parameters(form, find):
         made.zero_grad()
         with sm.accumulate_grads():
             loss_of(made, *batch(mesh, False)).backward()
-        same(gradients(made), reference_gradients(made=frozen()))
+        same(gradients(made), reference_gradients(net=frozen()))
 
     on_ranks((2, 2), program)
 

@@ -24,9 +24,9 @@ from tests.sharding.parallel.data.training import (
     gradients,
     loss_of,
     mesh_of,
-    mine,
     model,
     on_ranks,
+    own_rows,
     reference_gradients,
     same,
     values,
@@ -363,7 +363,7 @@ def test_gradients_of_gradients(form):
             else FORMS[form](copy.deepcopy(block), mesh, units=None)
         )
         (
-            4 * penalty(made, mine(mesh, x).requires_grad_())
+            4 * penalty(made, own_rows(mesh, x).requires_grad_())
         ).backward()  # the mean over ranks is a quarter of the sum
         penalty(block, x.requires_grad_()).backward()
         same(gradients(made), gradients(block), 1e-11)
@@ -390,7 +390,7 @@ def test_conversion_to_another_dtype():
         made = FORMS["fsdp"](model(), mesh).float()
         loss_of(made, *batch(mesh, False)).backward()
         assert all(x.grad.dtype is torch.float32 for x in made.parameters())
-        same(gradients(made), reference_gradients(made=model().float()), 1e-5)
+        same(gradients(made), reference_gradients(net=model().float()), 1e-5)
         made.blocks[0].a.double()
         with pytest.raises(
             ValueError,
@@ -460,7 +460,7 @@ def test_many_inputs_and_outputs():
 
     def program(mesh):
         made = fully_shard(copy.deepcopy(plain), mesh)
-        loss(made, mine(mesh, x)).backward()
+        loss(made, own_rows(mesh, x)).backward()
         same(gradients(made), reference_gradients(lambda m: loss(m, x), plain))
 
     on_ranks((4,), program)
@@ -478,7 +478,7 @@ def test_an_rnn():
         made = fully_shard(copy.deepcopy(plain), mesh)
         for _ in range(2):
             made.zero_grad()
-            loss(made, mine(mesh, x)).backward()
+            loss(made, own_rows(mesh, x)).backward()
             same(gradients(made), reference_gradients(lambda m: loss(m, x), plain))
 
     on_ranks((4,), program)
@@ -513,7 +513,7 @@ def test_parametrizations(form):
 
     def program(mesh):
         made = FORMS[form](copy.deepcopy(plain), mesh, units=None)
-        made(mine(mesh, x)).square().mean().backward()
+        made(own_rows(mesh, x)).square().mean().backward()
         same(gradients(made), reference_gradients(lambda m: m(x).square().mean(), plain))
 
     on_ranks((4,), program)

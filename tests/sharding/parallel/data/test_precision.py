@@ -8,7 +8,7 @@ from torch import nn
 
 import shardmesh as sm
 from shardmesh.parallel import MixedPrecisionPolicy, data_parallel, fully_shard
-from tests.sharding.parallel.data.training import gradients, mine, on_ranks
+from tests.sharding.parallel.data.training import gradients, on_ranks, own_rows
 
 N, X = 4, torch.linspace(-1, 1, 8 * 6).view(8, 6)
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -42,7 +42,7 @@ def _close(actual, expected, tolerance):
 def _found(policy, shard=fully_shard, **options):
     def program(mesh):
         made = shard(_model(), mesh, mp_policy=policy, **options)
-        made(mine(mesh, X)).float().square().mean().backward()
+        made(own_rows(mesh, X)).float().square().mean().backward()
         return gradients(made)
 
     return on_ranks((N,), program)
@@ -134,7 +134,7 @@ def test_training_in_bfloat16_is_close_to_float32():
         return torch.tensor(losses)
 
     def program(mesh):
-        return train(fully_shard(_model(), mesh, mp_policy=BF16), mine(mesh, X))
+        return train(fully_shard(_model(), mesh, mp_policy=BF16), own_rows(mesh, X))
 
     found = torch.stack(on_ranks((N,), program)).mean(0)
     expected = train(_model(), X)

@@ -59,10 +59,10 @@ def model(even: bool = False, **sizes: int) -> TiedModel:
     """Return the model in float64, with the same values each time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        made = TiedModel(**({"d": 8, "f": 16, "vocabulary": 16} if even else {}) | sizes).double()
-        for x in made.parameters():  # norms and biases that are not 1 and 0
+        net = TiedModel(**({"d": 8, "f": 16, "vocabulary": 16} if even else {}) | sizes).double()
+        for x in net.parameters():  # norms and biases that are not 1 and 0
             x.data += 0.1 * torch.randn(x.shape, dtype=x.dtype, device="cpu").to(x.device)
-    return made
+    return net
 
 
 def _numbers(seed: int) -> Tensor:
@@ -74,9 +74,9 @@ def _numbers(seed: int) -> Tensor:
 TOKENS, TARGETS = _numbers(1), _numbers(2)
 
 
-def loss_of(made: nn.Module, tokens: Any = TOKENS, targets: Any = TARGETS, **options: Any) -> Any:
+def loss_of(net: nn.Module, tokens: Any = TOKENS, targets: Any = TARGETS, **options: Any) -> Any:
     """Return the mean cross entropy."""
-    return F.cross_entropy(made(tokens, **options).flatten(0, 1), targets.flatten())
+    return F.cross_entropy(net(tokens, **options).flatten(0, 1), targets.flatten())
 
 
 # -- on a mesh -------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ def on_ranks(shape: Sequence[int], program: Callable[..., Any], *args: Any) -> l
     return sm.simulate(math.prod(shape))(rank)()
 
 
-def mine(mesh: sm.DeviceMesh, x: Tensor) -> Tensor:
+def own_rows(mesh: sm.DeviceMesh, x: Tensor) -> Tensor:
     """Return this rank's part of a batch."""
     return x.chunk(mesh.size())[mesh.get_rank()]
 
@@ -138,7 +138,7 @@ def mine(mesh: sm.DeviceMesh, x: Tensor) -> Tensor:
 def batch(mesh: sm.DeviceMesh, sharded: bool) -> tuple[Any, Any]:
     """Return tokens and targets: this rank's part of them, or sharded tensors."""
     if not sharded:
-        return mine(mesh, TOKENS), mine(mesh, TARGETS)
+        return own_rows(mesh, TOKENS), own_rows(mesh, TARGETS)
     return tuple(
         sm.distribute_tensor(x, mesh, P(mesh.axis_names), src_data_rank=None)
         for x in (TOKENS, TARGETS)
@@ -155,21 +155,21 @@ def whole(x: Any) -> Any:
     )
 
 
-def values(made: nn.Module) -> dict[str, Tensor]:
-    return {name: whole(x) for name, x in made.named_parameters()}
+def values(net: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(x) for name, x in net.named_parameters()}
 
 
-def gradients(made: nn.Module) -> dict[str, Tensor | None]:
-    return {name: whole(x.grad) for name, x in made.named_parameters()}
+def gradients(net: nn.Module) -> dict[str, Tensor | None]:
+    return {name: whole(x.grad) for name, x in net.named_parameters()}
 
 
 def reference_gradients(
-    loss: Callable[[Any], Tensor] = loss_of, made: nn.Module | None = None
+    loss: Callable[[Any], Tensor] = loss_of, net: nn.Module | None = None
 ) -> dict[str, Tensor | None]:
     """Return the gradients in one process."""
-    made = copy.deepcopy(made) if made is not None else model()
-    loss(made).backward()
-    return gradients(made)
+    net = copy.deepcopy(net) if net is not None else model()
+    loss(net).backward()
+    return gradients(net)
 
 
 def same(actual: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-12) -> None:
@@ -190,11 +190,11 @@ def same(actual: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e
 
 
 def check_gradients(
-    made: nn.Module,
+    net: nn.Module,
     mesh: sm.DeviceMesh,
     loss: Callable[..., Any] = loss_of,
     of: nn.Module | None = None,
 ) -> None:
     """Check that backward of this rank's part of the batch gives the gradients of one process."""
-    loss(made, *batch(mesh, False)).backward()
-    same(gradients(made), reference_gradients(loss, of))
+    loss(net, *batch(mesh, False)).backward()
+    same(gradients(net), reference_gradients(loss, of))

@@ -99,6 +99,7 @@ CASES = [
     ("jit", True, "1f1b", 2),
     ("compiled", False, "zb_h1", 2),
     ("jit", False, "zb_h1", 2),
+    ("jit", True, "zb_h1", 2),
 ]
 
 

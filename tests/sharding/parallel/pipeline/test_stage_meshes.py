@@ -221,9 +221,13 @@ def test_on_processes(world8: Any) -> None:
 
 
 @pytest.mark.slow
-def test_like_nccl() -> None:
+@pytest.mark.parametrize(
+    ("case", "sequence"), [(CASES[0], False), (UNEQUAL[0], False), (SHARDED[0], True)]
+)
+def test_like_nccl(case: Any, sequence: bool) -> None:
+    ranks = sum(ranks_of(case[0]))
     with nccl_world():
-        check_equal(sm.simulate(8)(train)(*CASES[0]), one_process())
+        check_equal(sm.simulate(ranks)(train)(*case, sequence), one_process())
 
 
 def norms_and_losses(sizes: Sizes) -> tuple[float, float, int]:

@@ -1,0 +1,208 @@
+"""How a process becomes a member of an elastic job that runs.
+
+    the process                                 the members
+    reads in the job's first store who they are
+    announces itself at their stores   --->     the rank that serves the agreement's store looks
+                                                there once a second, and asks in the next vote
+    waits                                       between two steps all hear of it, and agree
+    reads the welcome                  <---     which has the decision that makes it a member
+
+The members' part is in `membership.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch.distributed import PrefixStore, TCPStore
+
+from ..errors import LaunchEnvironmentError
+from ..launch.environment import launch_environment
+from ..launch.job_store import address_of
+from ..monitor.startup.rank_info import own_rank_info
+from ..monitor.store_keys import StoreKeys
+from ..monitor.store_values import checked, json_value
+from .messages import Announcement, Welcome
+from .rank_stores import Connection, StoreAddress, StoreGoneError, serve_store
+
+KEYS = "shardmesh/elastic"
+JOINS = "SHARDMESH_ELASTIC_JOIN"  # "1" for a process that joins a job that runs
+
+_TIMEOUT_S = 300.0  # for the job to begin, and for its members to reach the end of a step
+_PAUSE_S = 0.05
+_LOOK_S = 1.0  # between looks at who the members are
+_STORES = 8  # at which a process announces itself: those of the lowest ranks
+
+
+class Entry(NamedTuple):
+    """What a process has that has become a member.
+
+    Attributes:
+        job: the name of the job below `KEYS`.
+        own: what it has announced.
+        store: which it serves.
+        welcome: the answer.
+    """
+
+    job: str
+    own: Announcement
+    store: TCPStore
+    welcome: Welcome
+
+
+def is_joining() -> bool:
+    """Return whether this process joins a job that runs, as its environment says."""
+    return os.environ.get(JOINS) == "1"
+
+
+def register(store: Any, job: str, members: Mapping[int, Announcement]) -> None:
+    """Write into the job's first store who the members are, for processes that join.
+
+    Args:
+        store: of the default group; the ranks' store is below its prefixes.
+    """
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    keys = StoreKeys(store, KEYS)
+    _append(keys, job, members)
+    keys.set("job", job)
+
+
+def _append(keys: StoreKeys, job: str, members: Mapping[int, Announcement]) -> None:
+    lines = [f"[{rank}, {one.to_json()}]\n" for rank, one in members.items()]
+    keys.append(f"members/{job}", "".join(lines))
+
+
+def enter() -> Entry:
+    """Announce this process to the members of the job, and wait until it is one of them.
+
+    Raises:
+        LaunchEnvironmentError: there is no such job at MASTER_ADDR and MASTER_PORT, it has ended,
+            or no step has ended for a long time.
+
+    Communication: through the job's first store and those of its ranks.
+    """
+    place = launch_environment()
+    if place is None:
+        raise LaunchEnvironmentError(
+            f"{JOINS}=1: set MASTER_ADDR and MASTER_PORT to those of the job that the process "
+            "joins, and RANK and WORLD_SIZE as for one of its ranks"
+        )
+    store, address = serve_store()
+    info = own_rank_info(place[0], {}, 0, os.environ)
+    own = Announcement(secrets.token_hex(8), info, address)
+    first = address_of(os.environ)
+    registry = Connection(StoreAddress(first.host, first.port), KEYS)
+    deadline = time.monotonic() + _TIMEOUT_S
+    try:
+        job = _job(registry, deadline)
+        welcome = _wait_for_welcome(registry, job, own, deadline)
+        registry.ask(lambda keys: _append(keys, job, {welcome.rank: own}), _never)
+    except StoreGoneError as error:
+        raise LaunchEnvironmentError(
+            f"the job that this process joins has ended: {error}"
+        ) from None
+    finally:
+        registry.close()
+    os.environ.pop(JOINS)
+    return Entry(job, own, store, welcome)
+
+
+def _never() -> bool:
+    return False
+
+
+def _job(registry: Connection, deadline: float) -> str:
+    """Return the name of the job, once it has begun."""
+    while not registry.ask(lambda keys: keys.has("job"), _never):
+        if time.monotonic() > deadline:
+            raise LaunchEnvironmentError(
+                f"no elastic job has begun within {_TIMEOUT_S:.0f} s, which this process could join"
+            )
+        time.sleep(_PAUSE_S)
+    return registry.ask(lambda keys: keys.read("job", _job_name), _never)
+
+
+def _wait_for_welcome(
+    registry: Connection, job: str, own: Announcement, deadline: float
+) -> Welcome:
+    """Announce this process at the stores of the lowest ranks that live; return the answer."""
+    members: dict[int, Announcement] = {}
+    stores: dict[int, Connection] = {}
+    next_look = 0.0
+    try:
+        while time.monotonic() < deadline:
+            if time.monotonic() >= next_look:
+                lines = registry.ask(lambda keys: keys.read_lines(f"members/{job}", _line), _never)
+                members.update(lines)
+                next_look = time.monotonic() + _LOOK_S
+            living = sorted(rank for rank, one in members.items() if not one.info.is_gone())
+            if not living:
+                raise LaunchEnvironmentError("all ranks of the job that this one joins have ended")
+            for rank in living[:_STORES]:
+                if rank not in stores:
+                    stores[rank] = Connection(members[rank].address, f"{KEYS}/{job}")
+                    _ask(stores, members, rank, lambda keys: _announce(keys, own))
+            for rank in list(stores):
+                welcome = _ask(stores, members, rank, lambda keys: _answer(keys, own.token))
+                if welcome is not None:
+                    return welcome
+            time.sleep(_PAUSE_S)
+    finally:
+        for connection in stores.values():
+            connection.close()
+    raise LaunchEnvironmentError(
+        f"the job has not taken this process as a member within {_TIMEOUT_S:.0f} s: it is taken at "
+        "the end of a step"
+    )
+
+
+def _ask(
+    stores: dict[int, Connection], members: Mapping[int, Announcement], rank: int, question: Any
+) -> Any:
+    """Return the answer of a rank's store; None if it does not answer, which forgets it."""
+    try:
+        return stores[rank].ask(question, members[rank].info.is_gone)
+    except StoreGoneError:
+        del stores[rank]
+        return None
+
+
+def _announce(keys: StoreKeys, own: Announcement) -> None:
+    keys.append("joining", f"{own.to_json()}\n")
+
+
+def _answer(keys: StoreKeys, token: str) -> Welcome | None:
+    if keys.has("finished"):
+        raise LaunchEnvironmentError("the job that this process joins has taken its last step")
+    name = f"welcome/{token}"
+    return keys.read(name, Welcome.from_json) if keys.has(name) else None
+
+
+def announced(store: Any, job: str) -> list[Announcement]:
+    """Return the processes that have announced themselves at a rank's store.
+
+    Args:
+        store: which this rank serves.
+    """
+    keys = StoreKeys(store, f"{KEYS}/{job}")
+    if not keys.has("joining"):
+        return []
+    return keys.read_lines("joining", Announcement.from_json)
+
+
+def _job_name(text: str) -> str:
+    if not re.fullmatch("[0-9a-f]*(-[0-9]+)?/[0-9]+", text):
+        raise ValueError("it is no name of a job")
+    return text
+
+
+def _line(text: str) -> tuple[int, Announcement]:
+    rank, fields = checked(json_value(text), list)
+    return checked(rank, int), Announcement.from_json(json.dumps(fields))

@@ -1,0 +1,128 @@
+"""Memory by the formulas of `tune` next to the program's, on 4 and 8 ranks.
+
+The instrument is `PeakMemory`, the library's count of bytes of live tensors, around the second step
+of the printed program: rank 0 runs alone on the CPU, in a world whose other ranks send zeros. It
+counts what tensors take; what an allocator reserves beyond is not in it.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from shardmesh.mesh.comm.null import null_world
+from shardmesh.mesh.comm.report import CommReport, comm_report
+from shardmesh.sharding.abstract.peak_memory import PeakMemory
+from shardmesh.sharding.tune.description import Description
+from shardmesh.sharding.tune.devices import device_of
+from shardmesh.sharding.tune.form import Form, why_not
+from shardmesh.sharding.tune.memory import memory_of
+from shardmesh.sharding.tune.prices import Prices
+from shardmesh.sharding.tune.program import hugging_face_build, program_text
+from shardmesh.sharding.tune.step_time import StepTimes
+from tests.sharding.tune import tiny
+from tests.tiers import slow
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "vocab_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}
+ROWS, POSITIONS = 16, 64
+MEMORY = 0.05
+# Rows of a unit start at multiples of some elements; the gradients of norms under tensor
+# parallelism do not depend on rows; a pipeline keeps the last unit of a microbatch for backward.
+BYTES = 0.05
+
+FAST = [
+    Form(fsdp=4, rows=4),
+    Form(fsdp=2, tp=2, sequence_parallel=True, rows=8, recompute="selective"),
+    Form(pp=2, fsdp=2, rows=2, microbatches=4),
+]
+SLOW = [
+    Form(dp=4, rows=4),
+    Form(dp=4, rows=2, microbatches=2),
+    Form(dp=4, rows=2, microbatches=2, recompute="full"),
+    Form(dp=8, rows=2),
+    Form(fsdp=4, rows=1, microbatches=4),
+    Form(fsdp=4, rows=4, recompute="full"),
+    Form(fsdp=4, rows=4, recompute="selective"),
+    Form(fsdp=8, rows=1, microbatches=2),
+    Form(fsdp=8, rows=2, recompute="selective"),
+    Form(dp=2, fsdp=2, rows=4),
+    Form(dp=2, fsdp=4, rows=2),
+    Form(dp=4, fsdp=2, rows=1, microbatches=2),
+    Form(tp=4, rows=16),
+    Form(tp=4, sequence_parallel=True, rows=8, microbatches=2),
+    Form(fsdp=2, tp=2, rows=8),
+    Form(fsdp=2, tp=2, sequence_parallel=True, rows=8),
+    Form(fsdp=2, tp=2, sequence_parallel=True, rows=8, recompute="full"),
+    Form(dp=2, fsdp=2, tp=2, rows=4),
+    Form(fsdp=4, tp=2, sequence_parallel=True, rows=2, microbatches=2),
+    Form(dp=2, tp=4, sequence_parallel=True, rows=8),
+    Form(cp=4, rows=16),
+    Form(fsdp=2, cp=2, rows=8),
+    Form(fsdp=2, cp=2, tp=2, sequence_parallel=True, rows=8),
+    Form(pp=4, rows=4, microbatches=4),
+    Form(pp=4, rows=2, microbatches=8),
+    Form(pp=4, rows=4, microbatches=4, schedule="gpipe"),
+    Form(pp=4, rows=4, microbatches=4, schedule="gpipe", recompute="full"),
+    Form(pp=4, rows=4, microbatches=4, schedule="zb_h1"),
+    Form(pp=4, rows=2, microbatches=8, schedule="zb_h1"),
+    Form(pp=2, dp=2, rows=2, microbatches=4),
+    Form(pp=2, tp=2, rows=4, microbatches=4),
+    Form(pp=2, fsdp=2, rows=2, microbatches=4, gather="step"),
+    Form(pp=2, fsdp=2, rows=2, microbatches=4, recompute="full"),
+    Form(pp=4, fsdp=2, rows=1, microbatches=8),
+    Form(pp=2, fsdp=2, tp=2, sequence_parallel=True, rows=2, microbatches=4),
+]
+
+
+@pytest.fixture(scope="module")
+def described() -> Description:
+    return Description(tiny.model(**SIZES), tiny.ids(ROWS, POSITIONS))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("llama")
+    (path / "config.json").write_text(json.dumps(tiny.config(**SIZES).to_dict()))
+    return str(path)
+
+
+def run(form: Form, model: Description, folder: str) -> tuple[int, CommReport]:
+    """Return the peak of the program's second step on rank 0, and what it receives."""
+    names: dict[str, Any] = {"__name__": "train"}
+    text = program_text(form, model, hugging_face_build(folder), node=8)
+    exec(compile(text, "train.py", "exec"), names)
+    rows_of = names["rows_of"]
+    memory, report = PeakMemory("cpu"), comm_report()
+    reports: list[CommReport] = []
+
+    def begin(step: int, mesh: Any) -> Any:
+        if step == 1:
+            memory.peak = memory.live
+            reports.append(report.__enter__())
+        return rows_of(step, mesh)
+
+    names["rows_of"] = begin
+    with null_world(form.devices, 0), memory:
+        names["main"](device="cpu", steps=2)
+        report.__exit__(None, None, None)
+    return memory.peak, reports[0]
+
+
+@pytest.mark.parametrize("form", [*FAST, *map(slow, SLOW)], ids=str)
+def test_memory_and_bytes_of_the_program(form, described, folder):
+    assert why_not(form, described) is None
+    peak, report = run(form, described, folder)
+    memory = memory_of(form, described, 0)
+    assert memory.total == pytest.approx(peak, rel=MEMORY)
+    device = device_of("h100")
+    moved = StepTimes(described, Prices(device, device.topology(8), 8)).of(form).moved
+    assert form.pp > 1 or sum(moved.values()) == pytest.approx(report.bytes_received, rel=BYTES)
