@@ -161,7 +161,7 @@ class Membership:
         # those of the last epoch that all of its members have confirmed
         self._electorate = self.member.members
         self._store, self._infos, self._addresses = self._introduce()
-        self._presence = Presence(world.rank, self._infos, self._addresses, *_patience(monitor))
+        self._presence = Presence(world.rank, self._infos, self._addresses)
         self._prepare()
         if world.rank == 0 and default_store() is not None:
             joining.register(default_store(), self._job, self._announcements())
@@ -179,9 +179,7 @@ class Membership:
         self._store = entry.store
         self._infos = {rank: one.info for rank, one in welcome.members.items()}
         self._addresses = {rank: one.address for rank, one in welcome.members.items()}
-        self._presence = Presence(
-            welcome.rank, self._infos, self._addresses, *_patience(self._monitor)
-        )
+        self._presence = Presence(welcome.rank, self._infos, self._addresses)
 
     def _announcements(self) -> dict[int, Announcement]:
         """Return who all members are and have been."""
@@ -303,6 +301,7 @@ class Membership:
         for rank, one in enumerate(change.joining, first):
             self._joining[rank] = one
             self._infos[rank], self._addresses[rank] = one.info, one.address
+            self._presence.note_heard(rank, time.monotonic())
             self._taken.add(one.token)
         leaves = f"{ranks_text(change.leaving)} left" if change.leaving else ""
         joins = f"{ranks_text(tuple(self._joining))} joined" if change.joining else ""
@@ -623,6 +622,7 @@ class Membership:
     def _prepare(self) -> None:
         """Let waits of this world that nothing interrupts end before their process is ended."""
         self.world.connect_s = _CONNECT_S
+        self._presence.silent_s, self._presence.late_s = _patience(self._monitor)
         if self._monitor is not None:
             self._monitor.deaf_s = math.inf  # then it is SHARDMESH_EXIT_S
             self._monitor.ended_elsewhere = self._ended_elsewhere

@@ -14,6 +14,7 @@ short time before: others count this rank as lost when they have not heard of it
 from __future__ import annotations
 
 import errno
+import math
 import selectors
 import socket
 import time
@@ -43,13 +44,13 @@ class Presence:
 
     Args:
         rank: this rank.
-        infos: the process of each rank.
+        infos: the process of each rank; those that join are added later.
         addresses: where each rank serves its store.
+
+    Attributes:
         silent_s: seconds without an answer after which a host counts as cut off.
         late_s: seconds after which a rank of another host counts as cut off that is there, and does
             not do what this one waits for.
-
-    Attributes:
         ended: ranks whose process has ended, without having gone on without this rank.
         cut_off: ranks of other hosts that count as lost, though nobody has seen their end.
         clock: seconds, without those in which this process did not run.
@@ -60,11 +61,9 @@ class Presence:
         rank: int,
         infos: Mapping[int, RankInfo],
         addresses: Mapping[int, StoreAddress],
-        silent_s: float,
-        late_s: float,
     ) -> None:
         self._rank, self._infos, self._addresses = rank, infos, addresses
-        self._silent_s, self._late_s = silent_s, late_s
+        self.silent_s = self.late_s = math.inf
         self.ended: set[int] = set()
         self.cut_off: set[int] = set()
         self.clock = 0.0
@@ -93,8 +92,8 @@ class Presence:
         self.ended |= set(ranks) & set(self._infos)
 
     def note_heard(self, rank: int, at: float) -> None:
-        """Note when the monitor has last heard of a rank, on the clock of `time.monotonic`."""
-        self._heard_at[rank] = max(self._heard_at[rank], at)
+        """Note when a rank was last heard of, on the clock of `time.monotonic`."""
+        self._heard_at[rank] = max(self._heard_at.get(rank, at), at)
 
     def suspect(self, ranks: Collection[int]) -> None:
         """Look at ranks that the monitor says are lost.
@@ -129,12 +128,12 @@ class Presence:
         now = time.monotonic()
         for rank, answer in answers.items():
             if answer is Answer.ENDED:
-                is_fresh = now - self._heard_at[rank] < _SHARE * self._silent_s
+                is_fresh = now - self._heard_at[rank] < _SHARE * self.silent_s
                 (self.ended if is_fresh else self.cut_off).add(rank)
             elif answer is Answer.THERE:
                 self._heard_at[rank] = now
                 self._silent_since.pop(rank, None)
-            elif self.clock - self._silent_since.setdefault(rank, self.clock) > self._silent_s:
+            elif self.clock - self._silent_since.setdefault(rank, self.clock) > self.silent_s:
                 host = self._infos[rank].machine
                 self.cut_off |= {r for r, info in self._infos.items() if info.machine == host}
 
@@ -144,7 +143,7 @@ class Presence:
         Args:
             since: by rank, the time on `clock` from which on it has been waited for.
         """
-        late = [rank for rank, start in since.items() if self.clock - start > self._late_s]
+        late = [rank for rank, start in since.items() if self.clock - start > self.late_s]
         self.cut_off.update(self.far(late))
 
 

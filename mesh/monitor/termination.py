@@ -59,6 +59,7 @@ alarm_signal: int | None = None
 _deadline_of: Job | None = None
 _setting_deadline = threading.RLock()  # a handler of a signal may set it, too
 _is_interruptible = True
+_block_of: FrameType | None = None  # the frame of the innermost `interruptible` block
 
 
 # -- before the end --------------------------------------------------------------------------------
@@ -131,9 +132,9 @@ def is_in_setup(frame: FrameType | None) -> bool:
     That is entering or leaving a `with` block, a destructor, or an import. An error that is raised
     there may leave what the block protects half done, and one in a destructor is printed and
     forgotten. A module whose import is cut off is imported again, but those that it has imported
-    are not, and their package lacks them.
+    are not, and their package lacks them. An `interruptible` block in such code is interrupted.
     """
-    while frame is not None:
+    while frame is not None and frame is not _block_of:
         code = frame.f_code
         if code.co_name in _SETUP or code.co_filename.startswith(_IMPORT):
             return True
@@ -148,12 +149,13 @@ def interruptible(is_on: bool) -> Iterator[None]:
     Waits for other ranks raise the verdict all the same. The watchdog sends its signal again and
     again, so what was held comes later.
     """
-    global _is_interruptible
-    before, _is_interruptible = _is_interruptible, is_on
+    global _is_interruptible, _block_of
+    before = _is_interruptible, _block_of
+    _is_interruptible, _block_of = is_on, sys._getframe(2)  # that of the `with` statement
     try:
         yield
     finally:
-        _is_interruptible = before
+        _is_interruptible, _block_of = before
 
 
 # -- a program that lives on -----------------------------------------------------------------------

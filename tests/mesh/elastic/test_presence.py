@@ -36,7 +36,8 @@ class Elsewhere:
         own = own_rank_info(0, {}, 0, {})
         infos = {r: replace(own, rank=r, machine=h or own.machine) for r, h in enumerate(HOSTS)}
         addresses = {rank: StoreAddress("10.0.0.1", rank) for rank in infos}
-        self.presence = Presence(0, infos, addresses, SILENT_S, LATE_S)
+        self.presence = Presence(0, infos, addresses)
+        self.presence.silent_s, self.presence.late_s = SILENT_S, LATE_S
 
     def ask(self, addresses: Mapping[int, StoreAddress]) -> dict[int, Answer]:
         self.asked += addresses

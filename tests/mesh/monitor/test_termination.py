@@ -4,11 +4,13 @@ other processes are not ended.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -320,6 +322,28 @@ def test_entering_and_leaving_a_block_is_not_interrupted(
     assert not two[0].monitor.notified
     with pytest.raises(WatchError, match="rank 1 died"), Protected():
         alarm()
+
+
+def test_a_block_that_is_interruptible_is_so_where_another_one_is_left(
+    two: list[DrivenRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As what an elastic job does at the end of an attempt."""
+
+    @contextlib.contextmanager
+    def attempt() -> Iterator[None]:
+        yield
+        alarm()
+        assert not two[0].monitor.notified
+        with termination.interruptible(True):
+            with Protected():
+                assert not two[0].monitor.notified
+            alarm()
+
+    monkeypatch.setattr(process_hooks, "monitors", {two[0].monitor})
+    two[1].monitor.fail(Verdict("lost", (1,), "", (), "rank 1 died"))
+    with pytest.raises(WatchError, match="rank 1 died"), attempt():
+        pass
+    assert termination._block_of is None
 
 
 def test_a_late_watchdog_sets_no_deadline_for_a_program_that_goes_on(
