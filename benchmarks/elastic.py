@@ -214,6 +214,8 @@ def measure_faults(faults: int, case: Case) -> dict[str, tuple[list[float], list
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         options = [f"--nproc-per-node={case.ranks}", f"--max-restarts={faults}"]
         program = [__file__, "--worker", str(restarted), "--faults", str(faults)]
+        if case == QUICK:
+            program.append("--quick")
         subprocess.run([*torchrun, *options, *program], check=True)
         times["torchrun, checkpoints"] = times_after_faults(Journal(restarted))
     return times

@@ -106,7 +106,8 @@ class _Holding(NamedTuple):
     Attributes:
         is_inside: whether it was in the mesh of the decided version, and has it.
         is_whole: whether those that are left hold all parts of it.
-        has_copies: whether it has copies of the parts of ranks that have left.
+        has_copies: whether they do with copies of the parts of ranks that have left, of which it
+            has its own.
         steps: the versions of `Redundancy` that it has, and that are whole, as (epoch, step); None
             if it had no part in them.
     """
@@ -293,6 +294,7 @@ class ElasticJob:
         self._last = None
         version = self._snapshot()
         self._remember(version)
+        self._redundancy = None
         if self._refresh_every and not self.is_spare:
             self._redundancy = Redundancy(self.mesh)
             self._redundancy_epoch = self._members.member.epoch, self._member_ranks
@@ -654,9 +656,10 @@ class ElasticJob:
         version = self._held_version(source)
         holding = _Holding(False, False, False, self._redundant_steps())
         if version is not None:
-            is_whole = not missing_parts(version.state, numbers)
             holding = holding._replace(
-                is_inside=True, is_whole=is_whole, has_copies=bool(version.holders)
+                is_inside=True,
+                is_whole=not missing_parts(version.state, numbers),
+                has_copies=not missing_parts(version.state, numbers, version.holders),
             )
         told = gather_facts(_everybody(), holding)
         holders = [rank for rank, one in told.items() if one.is_inside]
