@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from shardmesh.mesh.doctor import command as doctor_command
@@ -15,7 +16,7 @@ from shardmesh.sharding.checkpoint import convert_command
 from shardmesh.sharding.debug import plan_command
 from shardmesh.sharding.tune import command as tune_command
 
-PROG = "python -m shardmesh"
+_MODULE = "python -m shardmesh"
 _COMMANDS = (
     run_command,
     plan_command,
@@ -34,6 +35,16 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {shortened(message, _LONGEST)}\n")
 
 
+def _prog() -> str:
+    """Return how the command was called: as `shardmesh`, or as a module."""
+    name = Path(sys.argv[0]).name
+    return name if name == "shardmesh" else _MODULE
+
+
+def _examples(prog: str) -> str:
+    return "".join(command.EXAMPLE for command in _COMMANDS).replace(_MODULE, prog)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command that the arguments (by default the process's) name; with none, prints help.
 
@@ -41,12 +52,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises: SystemExit with status 2, after a line on stderr, for arguments that make no sense.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    prog = _prog()
     if arguments[:1] == ["run"]:
-        return run_command.run(arguments[1:], PROG)
+        return run_command.run(arguments[1:], prog)
     parser = _Parser(
-        prog=PROG,
+        prog=prog,
         description="Sharded tensors on N-D device meshes.",
-        epilog="examples:\n" + "".join(command.EXAMPLE for command in _COMMANDS),
+        epilog="examples:\n" + _examples(prog),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(title="commands")

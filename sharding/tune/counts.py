@@ -37,6 +37,8 @@ _FREE |= {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_stride
 _PICKING = frozenset({"embedding", "index", "index_select", "gather", "nll_loss_forward"})
 _PICKING |= {"nll_loss2d_forward"}
 
+_FUSED_ON_META = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
 Kind = Literal["matmul", "attention", "other"]
 
 
@@ -297,6 +299,11 @@ class WithoutValues(TorchFunctionMode):
                 with self:  # the operator of the parts comes back here
                     return ShardedTensor.__torch_function__(func, types, args, kwargs)
             return _fused_attention(self._counts, *args, **kwargs)
+        if func is _FUSED_ON_META:  # what the operator of the parts calls
+            query, key, value, dropout, is_causal = args
+            return _fused_attention(
+                self._counts, query, key, value, dropout_p=dropout, is_causal=is_causal
+            ), None
         return func(*args, **kwargs)
 
 

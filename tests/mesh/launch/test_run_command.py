@@ -194,3 +194,13 @@ def test_only_rank_0_draws(monkeypatch):
 
     sm.simulate(3)(program)()
     assert terminal.getvalue().count("3/3") == 1
+
+
+@pytest.mark.parametrize("name", ["shardmesh", "python -m shardmesh"])
+def test_help_has_the_name_that_the_command_was_called_by(name, monkeypatch, capsys):
+    path = "/bin/shardmesh" if name == "shardmesh" else "/lib/shardmesh/__main__.py"
+    monkeypatch.setattr("sys.argv", [path])
+    assert main([]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: {name} [-h]")
+    assert f"  {name} tune llama/config.json" in text

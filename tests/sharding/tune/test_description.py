@@ -56,6 +56,15 @@ def test_tensor_parallelism_splits_products_and_sends_four_sums(llama):
     assert whole.block.forward.communication == {}
 
 
+@pytest.mark.parametrize("key_heads", [tiny.KEY_HEADS, tiny.HEADS])
+def test_attention_counts_with_grouped_heads_and_without(key_heads):
+    described = tiny.description(num_key_value_heads=key_heads)
+    whole, half = described.costs(1).block, described.costs(2).block
+    assert half.forward.attention == whole.forward.attention / 2 > 0
+    assert half.backward.attention == whole.backward.attention / 2
+    assert half.keys_and_values == whole.keys_and_values / 2 > 0
+
+
 def test_sequence_parallelism_splits_the_stream(llama):
     half, split = llama.costs(2), llama.costs(2, True)
     assert split.stream == half.stream / 2

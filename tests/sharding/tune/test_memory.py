@@ -35,9 +35,9 @@ SIZES = {
 }
 ROWS, POSITIONS = 16, 64
 MEMORY = 0.05
-# Rows of a unit start at multiples of some elements; the gradients of norms under tensor
-# parallelism do not depend on rows; a pipeline keeps the last unit of a microbatch for backward.
-BYTES = 0.05
+# Rows of a unit start at multiples of some elements, and the gradients of norms under tensor
+# parallelism do not depend on rows.
+BYTES = 0.02
 
 FAST = [
     Form(fsdp=4, rows=4),
@@ -125,4 +125,6 @@ def test_memory_and_bytes_of_the_program(form, described, folder):
     assert memory.total == pytest.approx(peak, rel=MEMORY)
     device = device_of("h100")
     moved = StepTimes(described, Prices(device, device.topology(8), 8)).of(form).moved
-    assert form.pp > 1 or sum(moved.values()) == pytest.approx(report.bytes_received, rel=BYTES)
+    # of a pipeline rank 0 alone runs; torch recomputes a block without its last collective
+    if form.pp == 1 and (form.recompute == "none" or form.tp == 1):
+        assert sum(moved.values()) == pytest.approx(report.bytes_received, rel=BYTES)
