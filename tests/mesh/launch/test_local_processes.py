@@ -430,7 +430,7 @@ needs_proc = pytest.mark.skipif(
 
 @needs_proc
 def test_ctrl_c_deletes_the_job_s_folder_where_only_env_names_it(tmp_path, monkeypatch):
-    def interrupt(ranks, timeout, elastic):
+    def interrupt(ranks, *_):
         deadline = time.monotonic() + LIMIT_S
         while len(list(tmp_path.glob("[01]"))) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
