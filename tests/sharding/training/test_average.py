@@ -67,6 +67,30 @@ def test_equals_torchs_average_without_communication():
     on_mesh((2, 2), program)
 
 
+def averaged(prepare, options):
+    """Return torch's average of a model that is trained for three steps."""
+    model = prepare(plain_model())
+    average = torch.optim.swa_utils.AveragedModel(model, **options)
+    for step in range(3):
+        train_step(model, step)
+        average.update_parameters(model)
+    return [whole(p) for p in average.parameters()]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"multi_avg_fn": torch.optim.swa_utils.get_ema_multi_avg_fn(0.8)}]
+)
+def test_torchs_average_of_a_sharded_model(options):
+    """It groups by device what `p.to(device)` returns, which is p itself."""
+    expected = averaged(lambda model: model, options)
+
+    def program(mesh):
+        averages = averaged(lambda model: sm.parallel.fully_shard(model, mesh, axes="a"), options)
+        torch.testing.assert_close(averages, expected, rtol=1e-6, atol=1e-7)
+
+    on_mesh((2,), program)
+
+
 @every_rank(2, 2)
 def test_swap_and_restore(mesh):
     """In place, also after an exception; a 16-bit parameter is restored bit for bit."""

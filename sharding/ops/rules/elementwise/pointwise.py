@@ -219,11 +219,21 @@ def _type(input: Any, dtype: Any = None, non_blocking: bool = False, **kwargs: A
 
 @handler("to")
 def _to_like(input: Any, *args: Any, **kwargs: Any) -> Any:
-    """Cast to the dtype of another tensor, `x.to(other)`."""
+    """Cast to the dtype of another tensor, `x.to(other)`; return x itself if nothing changes."""
     other = kwargs.pop("other", args[0] if args else None)
-    if not isinstance(other, Tensor):
-        return NotImplemented
-    return input.to(other.dtype, *args[1:], **kwargs)
+    if isinstance(other, Tensor):
+        return input.to(other.dtype, *args[1:], **kwargs)
+    is_same = len(args) == 1 and not kwargs and _has_already(input, other)
+    return input if is_same else NotImplemented
+
+
+def _has_already(input: Any, value: Any) -> bool:
+    """Return whether a tensor has a dtype, or is on the devices of a type."""
+    if isinstance(value, torch.dtype):
+        return value == input.dtype
+    if isinstance(value, (str, torch.device)):
+        return torch.device(value).type == input.device.type
+    return False
 
 
 @rule("to", "type")
