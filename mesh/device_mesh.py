@@ -352,7 +352,7 @@ class DeviceMesh(AbstractMesh):
         common = [
             root
             for root in meshes[0]._ancestors()
-            if all(_is_among(root, mesh._ancestors()) for mesh in meshes)
+            if all(any(root is x for x in mesh._ancestors()) for mesh in meshes)
         ]
         for root in common:
             if set(names) <= set(root.axis_names) and all(
@@ -715,10 +715,6 @@ def _major_to_minor(mesh: DeviceMesh) -> list[str]:
 
 
 # -- meshes made of others -------------------------------------------------------------------------
-
-
-def _is_among(mesh: AbstractMesh, meshes: Sequence[AbstractMesh]) -> bool:
-    return any(mesh is other for other in meshes)
 
 
 def _slice_of_common_view(root: Any, meshes: Sequence[DeviceMesh]) -> DeviceMesh:

@@ -133,6 +133,7 @@ def _wait_for_welcome(
     registry: Connection, job: str, own: Announcement, deadline: float
 ) -> Welcome:
     """Announce this process at the stores of the lowest ranks that live; return the answer."""
+    line = f"{own.to_json()}\n"
     members: dict[int, Announcement] = {}
     stores: dict[int, Connection] = {}
     next_look = 0.0
@@ -148,7 +149,7 @@ def _wait_for_welcome(
             for rank in living[:_STORES]:
                 if rank not in stores:
                     stores[rank] = Connection(members[rank].address, f"{KEYS}/{job}")
-                    _ask(stores, members, rank, lambda keys: _announce(keys, own))
+                    _ask(stores, members, rank, lambda keys: keys.append("joining", line))
             for rank in list(stores):
                 welcome = _ask(stores, members, rank, lambda keys: _answer(keys, own.token))
                 if welcome is not None:
@@ -172,10 +173,6 @@ def _ask(
     except StoreGoneError:
         del stores[rank]
         return None
-
-
-def _announce(keys: StoreKeys, own: Announcement) -> None:
-    keys.append("joining", f"{own.to_json()}\n")
 
 
 def _answer(keys: StoreKeys, token: str) -> Welcome | None:

@@ -102,8 +102,9 @@ def _serve_store(address: Address) -> Store:
             loopback_socket(ip_addresses, address.port),
         )
     except (dist.DistNetworkError, OSError) as error:
-        if not _says_in_use(error):
-            raise _does_not_lead_here(address, str(error).splitlines()[0]) from error
+        text = str(error)
+        if "EADDRINUSE" not in text and "address already in use" not in text.lower():
+            raise _does_not_lead_here(address, text.splitlines()[0]) from error
         other = _store_of_another(address)
         if other is None:
             raise _port_in_use(address) from error
@@ -299,10 +300,6 @@ def _store_of_another(address: Address) -> Store | None:
         return store if store.check(["shardmesh/start/job"]) else None
     except (dist.DistError, errors.LaunchEnvironmentError):
         return None
-
-
-def _says_in_use(error: Exception) -> bool:
-    return "EADDRINUSE" in str(error) or "address already in use" in str(error).lower()
 
 
 def _port_in_use(address: Address) -> errors.LaunchEnvironmentError:

@@ -12,6 +12,7 @@ a failure, anywhere in it        the members agree, build the state on a new mes
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import time
@@ -479,7 +480,8 @@ class ElasticJob:
                 )
             self._vote()
         # before the step counts as written: a rank that cannot copy its state cannot provide it
-        loss, version = _as_number(attempt.loss), self._snapshot()
+        loss = math.nan if attempt.loss is None else float(attempt.loss)
+        version = self._snapshot()
         decision = members.member.decision
         if self._is_completing and decision is not None:
             self._versions, self._is_completing = {decision.source: version}, False
@@ -832,7 +834,3 @@ def _numbers(old: Sequence[int], members: Sequence[int]) -> list[int]:
 def _everybody() -> Group:
     world = current_world()
     return world.group(range(world.size))
-
-
-def _as_number(loss: Any) -> float:
-    return float("nan") if loss is None else float(loss)

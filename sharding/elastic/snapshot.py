@@ -32,7 +32,6 @@ from ..checkpoint.tree import (
     map_leaves,
     name_of,
 )
-from ..layout.layout import Layout
 from ..redistribute.plan.cross_mesh import box_on
 from ..tensor.sharded_tensor import ShardedTensor
 from ..training.average import EMA
@@ -246,10 +245,6 @@ def missing_parts(
         held = {box_on(layout, rank) for rank in ranks}
         copied = copies.get(name_of(path), {})
         held |= {box for box, holders in copied.items() if not set(holders).isdisjoint(ranks)}
-        boxes = _boxes(layout) - held
+        boxes = {box_on(layout, rank) for rank in layout.mesh.ranks.ravel().tolist()} - held
         missing += [f"{name_of(path)}{list(box)}" for box in sorted(boxes) if box_size(box)]
     return missing
-
-
-def _boxes(layout: Layout) -> set[Box]:
-    return {box_on(layout, rank) for rank in layout.mesh.ranks.ravel().tolist()}

@@ -547,7 +547,8 @@ class _Recorded(torch.autograd.Function):
             ctx.save_for_backward(*saved)
             call = call._replace(saved=Saved([], tape))
         else:
-            ctx.save_for_backward(*_needing_grad(call, inputs))
+            needs_grad = zip(inputs, call.function.needs_grad, strict=True)
+            ctx.save_for_backward(*[x for x, needs in needs_grad if needs])
         ctx.call = call
         return results.pop()
 
@@ -565,10 +566,6 @@ class _Recorded(torch.autograd.Function):
         if thread_context.recorder is call.recorder:
             return (None, None, *_record_backward(call, saved, grad))
         return (None, None, *_run_backward(call, saved, grad, _present_site()))
-
-
-def _needing_grad(call: _RecordedCall, inputs: Sequence[Tensor]) -> list[Tensor]:
-    return [x for x, needs in zip(inputs, call.function.needs_grad, strict=True) if needs]
 
 
 def _run_backward(

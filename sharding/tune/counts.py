@@ -146,7 +146,7 @@ class Tape:
 
     def key(self, x: Tensor) -> int:
         """Return the number of a tensor's memory."""
-        storage = _storage(x)
+        storage: Any = _local(x).untyped_storage()
         number = self._numbers.get(storage._cdata)
         if number is None:
             number = self._numbers[storage._cdata] = len(self.sizes)
@@ -269,10 +269,6 @@ def _is_shape_inference() -> bool:
 
 def _local(x: Tensor) -> Tensor:
     return x._local if isinstance(x, ShardedTensor) else x
-
-
-def _storage(x: Tensor) -> Any:
-    return _local(x).untyped_storage()
 
 
 def _bytes(x: Tensor) -> int:

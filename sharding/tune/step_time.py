@@ -13,7 +13,7 @@ in the search, by formula.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ..parallel.pipeline.make_schedule import make_schedule
@@ -233,10 +233,8 @@ class StepTimes:
             forward = self._pass(costs.block.forward, costs.block, form, sends=1)
             backward = self._pass(costs.block.backward, costs.block, form, sends=3)
             if form.regather:
-                gathers = replace(costs.block.forward, kernels={}, attention=0.0)
-                gathers = replace(
-                    gathers, whole_attention=0.0, communication=_only_gathers(gathers)
-                )
+                use = costs.block.forward.communication.get("all_gather", (0.0, 0.0))
+                gathers = Phase(communication={"all_gather": use})
                 backward = backward.plus(self._pass(gathers, costs.block, form, sends=0))
             if form.recompute == "full":
                 backward = backward.plus(forward)
@@ -295,10 +293,6 @@ class StepTimes:
             tp_bytes=scale * sum(received for _, received in phase.communication.values()),
             cp_bytes=ring_bytes,
         )
-
-
-def _only_gathers(phase: Phase) -> dict[str, tuple[float, float]]:
-    return {op: use for op, use in phase.communication.items() if op == "all_gather"}
 
 
 def _bubble(form: Form, forwards: list[float], backwards: list[float], hop: float) -> float:

@@ -103,7 +103,7 @@ def _entry(entry: LedgerEntry, group: int, name: str) -> dict[str, Any]:
         "collective_seq_id": entry.sequence + 1,
         "p2p_seq_id": 0,
         "op_id": entry.sequence + 1,
-        "profiling_name": _profiling_name(entry),
+        "profiling_name": "gloo:" + (entry.op if _is_known(entry) else f"all_to_all ({entry.op})"),
         "time_created_ns": start,
         "input_sizes": [sizes[0]],
         "output_sizes": [sizes[1]],
@@ -123,10 +123,6 @@ def _is_known(entry: LedgerEntry) -> bool:
     return entry.op in _KNOWN and (entry.elements is not None or entry.op == "all_to_all")
 
 
-def _profiling_name(entry: LedgerEntry) -> str:
-    return f"gloo:{entry.op}" if _is_known(entry) else f"gloo:all_to_all ({entry.op})"
-
-
 def _sizes(entry: LedgerEntry) -> tuple[list[int], list[int]]:
     """Return the flat sizes of input and output.
 
@@ -135,7 +131,7 @@ def _sizes(entry: LedgerEntry) -> tuple[list[int], list[int]]:
     size = entry.elements or 0
     n = len(entry.ranks)
     if not _is_known(entry) or entry.elements is None:
-        item = _item_bytes(entry.dtype)
+        item = _empty(entry.dtype).element_size()
         return [entry.bytes_sent // item], [entry.bytes_received // item]
     if entry.op == "all_gather":
         return [size], [size * n]
@@ -158,7 +154,3 @@ def _empty(dtype: str) -> torch.Tensor:
 def _dtype(dtype: str) -> str:
     """Return the dtype's name in torch's C++ code: "Float" for "float32"."""
     return _empty(dtype).type().removeprefix("torch.").removesuffix("Tensor")
-
-
-def _item_bytes(dtype: str) -> int:
-    return _empty(dtype).element_size()

@@ -7,7 +7,7 @@ rank 2             all_reduce |          0
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -137,10 +137,10 @@ class StragglerReport:
         shown = self._latest_ranks()
         heads = ["step", "waited for", "share", "all wait ms", *(f"rank {rank}" for rank in shown)]
         named = [*self.steps.items(), ("all", self.all)]
-        rows = [
-            ["" if step is None else str(step), *_most(waits), *_cells(waits.by_rank, shown)]
-            for step, waits in named
-        ]
+        rows = []
+        for step, waits in named:
+            cells = [_ms(waits.by_rank.get(rank, 0.0)) for rank in shown]
+            rows.append(["" if step is None else str(step), *_most(waits), *cells])
         return table_lines([heads, *rows], range(2, len(heads)))
 
     def _ranks(self) -> list[str]:
@@ -194,10 +194,6 @@ def _most(waits: Waits) -> list[str]:
         if who is None
         else [f"rank {who}", f"{waits.for_rank[who] / total:.0%}", _ms(total)]
     )
-
-
-def _cells(seconds: Mapping[int, float], ranks: Sequence[int]) -> list[str]:
-    return [_ms(seconds.get(rank, 0.0)) for rank in ranks]
 
 
 def _ms(seconds: float) -> str:

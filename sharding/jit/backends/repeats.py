@@ -38,8 +38,11 @@ def cut(nodes: list[fx.Node]) -> list[list[fx.Node]]:
     if costs[-1] <= LONG:
         return [nodes]
     numbers: dict[Any, int] = {}
-    letters = np.array([numbers.setdefault(_letter(node), len(numbers)) for node in nodes])
-    bounds = _bounds(letters, costs, _crossings(nodes), 0, len(nodes))
+    letters = []
+    for node in nodes:
+        letter = node.target, _constants(node, lambda x: "node"), node.meta.get("val")
+        letters.append(numbers.setdefault(letter, len(numbers)))
+    bounds = _bounds(np.array(letters), costs, _crossings(nodes), 0, len(nodes))
     return [nodes[i:j] for i, j in pairwise([0, *bounds, len(nodes)]) if i < j]
 
 
@@ -124,10 +127,6 @@ def _together(node: fx.Node) -> list[fx.Node]:
     if node.target is torch.ops.aten.as_strided.default:
         nodes.append(root_of(node))
     return nodes
-
-
-def _letter(node: fx.Node) -> Hashable:
-    return node.target, _constants(node, lambda x: "node"), node.meta.get("val")
 
 
 def _constants(node: fx.Node, number: Callable[[fx.Node], Hashable]) -> Hashable:

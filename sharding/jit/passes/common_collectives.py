@@ -120,7 +120,8 @@ class _Values:
         """Visit the next node of the graph; return the key of the value that it computes."""
         operands = [self._content(x) for x in node.all_input_nodes]
         names = {x: i for i, x in enumerate(node.all_input_nodes)}
-        args = map_arg((_drop_site(node), node.kwargs), lambda x: _Operand(names[x]))  # type: ignore[arg-type,return-value]
+        own_args = node.args[:-1] if node.target in OPERATORS else node.args  # without the line
+        args = map_arg((own_args, node.kwargs), lambda x: _Operand(names[x]))  # type: ignore[arg-type,return-value]
         # These write at most their operand, which `is_written` sees.
         communicates = node.target in OPERATORS or node.target is WAIT
         known = communicates or (
@@ -150,7 +151,3 @@ class _Operand:
 
     def __repr__(self) -> str:
         return f"%{self._number}"
-
-
-def _drop_site(node: fx.Node) -> Any:
-    return node.args[:-1] if node.target in OPERATORS else node.args

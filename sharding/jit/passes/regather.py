@@ -148,7 +148,7 @@ class _LiveMemory:
             c: [
                 at[node]
                 for node in self.move.readers.get(c, ())
-                if node not in filling and not _waits(node, start)
+                if node not in filling and start not in node.all_input_nodes
             ]
             for c in members
         }
@@ -258,10 +258,6 @@ class _LiveMemory:
         self.live[again.place] += again.more
         self._sources |= again.sources
         self._gone |= set(again.needed)
-
-
-def _waits(node: fx.Node, start: fx.Node) -> bool:
-    return start in node.all_input_nodes
 
 
 def _insert(graph: fx.Graph, move: Movement, again: _Again) -> None:

@@ -130,7 +130,8 @@ def _draw(figure_type: type[Figure], events: Events, heading: str) -> Figure:
     makespan = max(row[-1].end for row in events) or 1
     used: set[str] = set()
     for rank, row in enumerate(events):
-        first_stage = min(_stages(row), default=0)
+        stages = [event.cell.stage for event in row if isinstance(event.cell, Action)]
+        first_stage = min(stages, default=0)
         for event in row:
             _draw_event(axes, event, rank, first_stage, makespan)
             used.add(_kind(event))
@@ -147,10 +148,6 @@ def _draw(figure_type: type[Figure], events: Events, heading: str) -> Figure:
         axes.spines[side].set_visible(False)
     figure.tight_layout()
     return figure
-
-
-def _stages(row: tuple[Event, ...]) -> list[int]:
-    return [event.cell.stage for event in row if isinstance(event.cell, Action)]
 
 
 def _kind(event: Event) -> str:

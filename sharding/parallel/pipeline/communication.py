@@ -190,7 +190,11 @@ def _check_rendezvous(
             if isinstance(item, Communication):
                 peer = rank_of[item.peer_stage]
                 partner = current(peer)
-                if not isinstance(partner, Communication) or not _are_partners(item, partner):
+                if (
+                    not isinstance(partner, Communication)
+                    or partner.value != item.value
+                    or partner.is_send == item.is_send
+                ):
                     break
                 positions[peer] += 1
                 movable.append(peer)
@@ -207,7 +211,3 @@ def _check_rendezvous(
             f"without buffers the communication deadlocks: {'; '.join(waits)}. Call a receive "
             "before sends that its sender waits for"
         )
-
-
-def _are_partners(one: Communication, other: Communication) -> bool:
-    return one.value == other.value and one.is_send != other.is_send

@@ -10,7 +10,8 @@ share of 1/m of the bytes.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal, TypeAlias
 
@@ -39,7 +40,8 @@ class StepGathers:
     @contextmanager
     def whole_step(self) -> Iterator[None]:
         """Keep parameters and gradients whole in the block, until the last backwards."""
-        before = [(unit, copy.copy(unit.controls)) for unit in self._all_units()]
+        units = dict.fromkeys(itertools.chain.from_iterable(self._units.values()))
+        before = [(unit, copy.copy(unit.controls)) for unit in units]
         for unit, _ in before:
             unit.controls.keep = "all"
             unit.controls.reshards_after_backward = False
@@ -56,9 +58,6 @@ class StepGathers:
             for unit in self._units.get(action.stage, ()):
                 unit.controls.reduces_grads = True
                 unit.controls.reshards_after_backward = True
-
-    def _all_units(self) -> Iterable[Unit]:
-        return dict.fromkeys(unit for units in self._units.values() for unit in units)
 
 
 def _last_backwards(row: Row) -> set[Action]:

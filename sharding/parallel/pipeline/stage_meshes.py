@@ -220,13 +220,12 @@ class StageMeshes:
         for sender, receiver in sorted(whole | set(rows)):
             pair = sender, receiver
             is_whole = pair in whole
-            part = rows.get(pair)
             sides: list[Rows | None] = [None, None]
-            if part is not None:
-                sides = [
-                    _within(part, box_on(layout, rank)[0])
-                    for layout, rank in ((src, sender), (dst, receiver))
-                ]
+            if pair in rows:
+                start, stop = rows[pair]
+                for side, (layout, rank) in enumerate([(src, sender), (dst, receiver)]):
+                    own_start, own_stop = box_on(layout, rank)[0]
+                    sides[side] = Rows(start - own_start, stop - own_start, own_stop - own_start)
             yield (
                 sender,
                 receiver,
@@ -236,10 +235,6 @@ class StageMeshes:
 
     def _layout(self, place: int, rows: int) -> Layout:
         return Layout.of(self.meshes[place], P(self.own_data_axes(place)), (rows,))
-
-
-def _within(part: tuple[int, int], own: tuple[int, int]) -> Rows:
-    return Rows(part[0] - own[0], part[1] - own[0], own[1] - own[0])
 
 
 def make_stage_meshes(

@@ -333,13 +333,10 @@ def merged_groups(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     merged: list[dict[str, Any]] = []
     for group in groups:
         settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        same = next((other for other in merged if _settings_of(other) == settings), None)
+        alike = (x for x in merged if x == {**settings, "params": x["params"]})
+        same = next(alike, None)
         if same is None:
             same = {**settings, "params": []}
             merged.append(same)
         same["params"] = list(dict.fromkeys([*same["params"], *group["params"]]))
     return merged
-
-
-def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}
