@@ -171,6 +171,17 @@ class GraphBuilder:
             return known[0]
         return self._node_of_alias(x)
 
+    def has_computed(self, x: Any) -> bool:
+        """Return whether the recording has computed a value, rather than captured it."""
+        if isinstance(x, TracedFloat):
+            return True
+        if not isinstance(x, Tensor):
+            return False
+        node = self.node_of(x)
+        if node is None or any(one.ref() is x for one in self.captured):
+            return False
+        return node.op != "placeholder"
+
     def _node_of_alias(self, x: Tensor) -> fx.Node | None:
         """Return the node of an alias of a known tensor, None if the tensor is no such alias.
 

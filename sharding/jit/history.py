@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..autograd.first_derivative import without_derivative
 from ..functional.transforms.parts import with_part
 from ..tensor.sharded_tensor import ShardedTensor
-from ..trees import flatten, unflatten
 from .opaque import Saved
 
 _ONCE = (
@@ -104,16 +103,16 @@ def _note_part(parts: list[Tensor], place: int, sent: Sequence[Any], received: A
         parts.append(sent[place])
 
 
-def with_known_numbers(result: Any) -> Any:
+def with_known_numbers(results: Sequence[Any]) -> list[Any]:
     """Return the results of a recorded call with a backward that can run outside of the recording.
 
     Backward computes with the values of traced numbers that autograd has saved.
     """
-    flat, tree = flatten(result)
+    flat = list(results)
     at = [i for i, x in enumerate(flat) if isinstance(x, Tensor) and _local(x).grad_fn is not None]
     outputs = [_local(flat[i]) for i in at]
     if not outputs:
-        return result
+        return flat
     leaves = list({id(leaf): leaf for _, _, leaf in _edges_to_leaves(outputs)}.values())
     history = History(outputs, leaves)
 
@@ -126,7 +125,7 @@ def with_known_numbers(result: Any) -> Any:
     joined = Join.apply(backward, (), [x.detach() for x in outputs], *inputs)
     for i, x in zip(at, joined, strict=True):
         flat[i] = with_part(flat[i], x)
-    return unflatten(tree, flat)
+    return flat
 
 
 def _local(x: Any) -> Tensor:

@@ -274,19 +274,14 @@ class JitFunction:
         else:
             # Selecting one may take collectives, which ranks with other recordings do not have.
             is_later = entries.communicates
-            selected = none if is_later else entries.select(leaves)
+            selected = entries.before_reads(leaves) if is_later else entries.select(leaves)
             need, is_same = most_of(
-                world,
-                peers.meshes,
-                self._name,
-                RUN if is_later else selected.need,
-                entries.number,
-                peers.device,
+                world, peers.meshes, self._name, selected.need, entries.number, peers.device
             )
             peers.note_call(is_mixed=not is_same)
             if not is_same:
                 return RUN, none, True
-            if not is_later:
+            if not is_later or need == RECORD:
                 return need, selected, False
             selected = entries.select(leaves)
         need = selected.need
@@ -323,6 +318,7 @@ class JitFunction:
         for entries in self._states[world].entries.values():
             if entries.peers is peers:
                 entries.clear()
+                entries.is_own = False  # nothing is exchanged from now on
 
     def _record(
         self,
@@ -368,7 +364,7 @@ class JitFunction:
             peers.may_differ = peers.may_differ or may_differ
         f = functools.partial(self._call, tree)
         with _same_lineages(guard.sharded):
-            result, recording, before = record(
+            returned, recording, before = record(
                 f, leaves, snapshot, inputs, world, count == 1, fullgraph=self._fullgraph
             )
         recorded = recording if isinstance(recording, str) else recording.program
@@ -388,13 +384,13 @@ class JitFunction:
                 if self._fullgraph:
                     raise JitError(program)
                 self._break(program, snapshot, world)
-            return result
+            return returned.build()
         attempts.pop(key, None)
         program.name = self._name
         recording = recording._replace(program=program)  # type: ignore[union-attr]
         if recording.is_open:
             join = functools.partial(self._join, key, snapshot, peers, world)
-            result = pytree.tree_map(lambda x: _noting_backward(x, join), result)
+            returned = returned.map(lambda x: _noting_backward(x, join))
         if program.is_alone:
             self._part(peers, world)
             entries.clear()
@@ -418,7 +414,7 @@ class JitFunction:
         if not world.rank:
             self._reasons.note(self, reasons)
         del entries[:-_KEPT]
-        return result
+        return returned.build()
 
     def _beyond_limit(
         self, leaves: Sequence[Any], tree: Any, entries: Recordings, world: World
@@ -444,7 +440,9 @@ class JitFunction:
         units of `fully_shard` or `data_parallel`, which gather parameters and reduce gradients
         around their calls, the calls inside of units are the graphs.
         """
-        state = self._states[world]
+        state = self._states.get(world)
+        if state is None:  # the world has ended
+            return
         if peers.agree:  # the two programs of a signature are each rank's own
             self._part(peers, world)
         is_of_units = any(hasattr(module, "_shardmesh_unit") for module in snapshot.modules)

@@ -52,8 +52,8 @@ from .passes.dead_code import clean
 from .passes.hoist_reads import hoist_reads, is_movable
 from .program import Program, Runner, is_pure, run_plainly
 from .recorder import GraphRecorder
-from .recording import Recording, finish, local_of, run_recorded, settle
-from .results import flatten_result, unflatten_result
+from .recording import Recording, finish, local_of, returned_by, run_recorded, settle
+from .results import Returned, unflatten_result
 from .scalars import TracedFloat
 from .selection import Recordings
 from .state.guard import Guard
@@ -260,7 +260,7 @@ class _RecordedCall:
     ) -> None:
         self.function, self.recorder, self.entries = function, recorder, entries
         self.leaves, self.stand_ins = leaves, stand_ins
-        self.flat, self.tree = flatten_result(result, snapshot.knows)
+        self.flat, self.tree, self._instances = returned_by(result, snapshot, recorder)
         self._saved, self._look = saved, look
         self.snapshot, self.guard = snapshot, guard
         pairs = zip(map(local_of, leaves), map(local_of, stand_ins), strict=True)
@@ -314,7 +314,9 @@ class _RecordedCall:
                 check.atexit = False
         elif builder.refusal is None and not self.is_recorded:
             self.finish([], [])
-        return unflatten_result(self.tree, flat)
+        returned = Returned(flat, self.tree, self._instances)
+        self._instances = []  # they refer to this by their histories
+        return returned.build()
 
     # -- backward ----------------------------------------------------------------------------------
 

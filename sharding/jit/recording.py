@@ -30,7 +30,7 @@ from .hyperparameters import Hyperparameter, tracing
 from .passes.dead_code import clean
 from .program import Program
 from .recorder import GraphRecorder
-from .results import flatten_result
+from .results import Returned, flatten_result
 from .scalars import Condition, TracedFloat
 from .state.holders import PLAIN
 from .state.iterators import counting_resumptions
@@ -105,7 +105,7 @@ def record(
     first: bool,
     abstract: bool = False,
     fullgraph: bool = True,
-) -> tuple[Any, Recording | str, list[Any]]:
+) -> tuple[Returned, Recording | str, list[Any]]:
     """Call `f(leaves)` and record it.
 
     Args:
@@ -127,19 +127,19 @@ def record(
     needs_grad = [x.requires_grad for x in tensors]
     recorder = GraphRecorder(world, abstract, fullgraph)
     result = run_recorded(f, leaves, snapshot, hyperparameters, recorder)
-    flat, tree = flatten_result(result, snapshot.knows)
     builder = recorder.builder
+    returned = returned_by(result, snapshot, recorder)
+    flat, tree, _ = returned
     if builder.has_numbers and not abstract:
-        result = with_known_numbers(result)
+        returned = returned._replace(leaves=with_known_numbers(flat))
     if builder.refusal is not None:
         settle(snapshot)
-        result = _map_leaves(_known, result)
-        return result, Break(builder.refusal), signatures
+        return returned.map(_known), Break(builder.refusal), signatures
     last = _Finish(recorder, leaves, snapshot, slots, before)
     is_open = not (recorder.ran_backward or abstract) and any(
         isinstance(x, Tensor) and not x.is_leaf for x in flat
     )
-    shown = _map_leaves(_known if is_open else _shown, result)
+    shown = returned.map(_known if is_open else _shown)
     change = None
     if first and recorder.exchanges:
         change = "the ranks exchanged what they know once"
@@ -156,6 +156,12 @@ def record(
     except JitError as error:
         builder.refuse(error)
         return shown, Break(error), signatures
+
+
+def returned_by(result: Any, snapshot: Snapshot, recorder: GraphRecorder) -> Returned:
+    """Return the result of a recorded call, with its leaves and its structure."""
+    has_computed = recorder.builder.has_computed
+    return flatten_result(result, snapshot.knows, lambda x: has_computed(local_of(x)))
 
 
 def run_recorded(
@@ -277,12 +283,8 @@ def _shown(x: Any) -> Any:
 
 def without_history(result: Any) -> Any:
     """Return the result of a call that is not recorded as others return it."""
-    return _map_leaves(_shown, result)
-
-
-def _map_leaves(f: Callable[[Any], Any], result: Any) -> Any:
     flat, tree = flatten(result)
-    return unflatten(tree, list(map(f, flat)))
+    return unflatten(tree, list(map(_shown, flat)))
 
 
 def seal(x: Tensor, *inputs: Tensor) -> Tensor:
@@ -451,8 +453,9 @@ class _Finish:
         if isinstance(x, (type, *PLAIN)) or self.snapshot.knows(x):
             return Result(same=functools.partial(_constant, x))
         raise JitError(
-            f"a function under sm.jit returned a {type(x).__name__} that it has made; return "
-            "tensors, numbers, and trees and instances of Python classes that consist of them"
+            f"a function under sm.jit returned a {type(x).__name__}, which sm.jit cannot make "
+            "again; return tensors, numbers, and trees and instances of Python classes that "
+            "consist of them"
         )
 
     def _inputs(self) -> dict[fx.Node, tuple[str, Callable[[Leaves], Any]]]:

@@ -6,17 +6,46 @@ registered with no tree. A later call returns another one, with the outputs of i
     DynamicCache(layers=[DynamicLayer(keys=k, values=v, is_initialized=True)])
     leaves    k, v, True
     tree      the classes, the names of their attributes
+
+That an instance is new is told by what it holds: something that the recording has computed. Another
+one may be older than the call, kept where no snapshot looks, and would be stale in later calls: it
+stays a leaf.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from ..trees import flatten, unflatten
 from .state.holders import PLAIN
+
+
+class Returned(NamedTuple):
+    """What a call has returned.
+
+    Attributes:
+        leaves: its leaves.
+        structure: how later calls make the same of their own leaves.
+        instances: those that the call has made, in the order of `ResultTree`.
+    """
+
+    leaves: list[Any]
+    structure: Any
+    instances: list[Any]
+
+    def map(self, f: Callable[[Any], Any]) -> Returned:
+        """Return it with the results of a function in place of the leaves."""
+        return self._replace(leaves=list(map(f, self.leaves)))
+
+    def build(self) -> Any:
+        """Return the result with these leaves; its instances are those that the call has made."""
+        if isinstance(self.structure, ResultTree):
+            return self.structure.build(iter(self.leaves), iter(self.instances))
+        return unflatten(self.structure, self.leaves)
 
 
 class ResultTree(NamedTuple):
@@ -30,9 +59,13 @@ class ResultTree(NamedTuple):
     tree: Any
     objects: tuple[_Instance | None, ...]
 
-    def build(self, leaves: Iterator[Any]) -> Any:
-        """Return the result with these leaves."""
-        parts = [next(leaves) if x is None else x.build(leaves) for x in self.objects]
+    def build(self, leaves: Iterator[Any], instances: Iterator[Any] | None = None) -> Any:
+        """Return the result with these leaves.
+
+        Args:
+            instances: those that get the attributes, the outer ones first; new ones by default.
+        """
+        parts = [next(leaves) if x is None else x.build(leaves, instances) for x in self.objects]
         return unflatten(self.tree, parts)
 
 
@@ -42,38 +75,81 @@ class _Instance(NamedTuple):
     kind: type
     attributes: ResultTree
 
-    def build(self, leaves: Iterator[Any]) -> Any:
-        instance = object.__new__(self.kind)
-        vars(instance).update(self.attributes.build(leaves))
+    def build(self, leaves: Iterator[Any], instances: Iterator[Any] | None) -> Any:
+        instance = object.__new__(self.kind) if instances is None else next(instances)
+        vars(instance).update(self.attributes.build(leaves, instances))
         return instance
 
 
-def flatten_result(result: Any, is_known: Callable[[Any], bool]) -> tuple[list[Any], Any]:
-    """Return the leaves of a result and its structure.
+def flatten_result(
+    result: Any, is_known: Callable[[Any], bool], is_computed: Callable[[Any], bool]
+) -> Returned:
+    """Return what a recorded call has returned, with its leaves and its structure.
 
     Args:
-        is_known: whether an object is older than the call.
+        is_known: whether an object is known to be older than the call.
+        is_computed: whether a leaf was computed in the call.
     """
-    leaves, structure = _flatten(result, is_known, set())
-    return leaves, structure if any(structure.objects) else structure.tree
+    flattening = _Flattening(is_known, is_computed)
+    flattening.has_shared([result])
+    leaves, structure, instances = flattening.run(result)
+    return Returned(leaves, structure if any(structure.objects) else structure.tree, instances)
 
 
-def _flatten(
-    result: Any, is_known: Callable[[Any], bool], seen: set[int]
-) -> tuple[list[Any], ResultTree]:
-    parts, tree = flatten(result)
-    leaves: list[Any] = []
-    objects: list[_Instance | None] = []
-    for x in parts:
-        if _is_instance(x) and not is_known(x) and id(x) not in seen:
-            seen.add(id(x))  # one that is there twice stays a leaf, and is refused
-            inner, attributes = _flatten(vars(x), is_known, seen)
-            leaves += inner
-            objects.append(_Instance(type(x), attributes))
-        else:
-            leaves.append(x)
-            objects.append(None)
-    return leaves, ResultTree(tree, tuple(objects))
+class _Flattening:
+    """Flattens a result; see `flatten_result`."""
+
+    def __init__(self, is_known: Callable[[Any], bool], is_computed: Callable[[Any], bool]) -> None:
+        self._is_known, self._is_computed = is_known, is_computed
+        self._seen: set[int] = set()  # instances and containers
+
+    def run(self, result: Any) -> tuple[list[Any], ResultTree, list[Any]]:
+        """Return the leaves of a tree, its structure and its instances."""
+        parts, tree = flatten(result)
+        leaves: list[Any] = []
+        objects: list[_Instance | None] = []
+        instances: list[Any] = []
+        for x in parts:
+            opened = self._open(x)
+            if opened is None:
+                leaves.append(x)
+                objects.append(None)
+            else:
+                inner, attributes, within = opened
+                leaves += inner
+                objects.append(_Instance(type(x), attributes))
+                instances += [x, *within]
+        return leaves, ResultTree(tree, tuple(objects)), instances
+
+    def _open(self, x: Any) -> tuple[list[Any], ResultTree, list[Any]] | None:
+        """Return the parts of an instance that the call has made, None if this is none.
+
+        One that is there twice, or holds a container that is, stays a leaf: it would become two.
+        """
+        if not _is_instance(x) or self._is_known(x) or id(x) in self._seen:
+            return None
+        self._seen.add(id(x))
+        if self.has_shared(vars(x).values()):
+            return None
+        opened = self.run(vars(x))
+        return opened if any(map(self._is_computed, opened[0])) else None
+
+    def has_shared(self, values: Iterable[Any]) -> bool:
+        """Return whether containers in these are also in another place; note them."""
+        is_shared = False
+        todo = list(values)
+        while todo:
+            x = todo.pop()
+            if isinstance(x, (list, dict, deque)) and not self._is_known(x):
+                if id(x) in self._seen:
+                    is_shared = True
+                    continue
+                self._seen.add(id(x))
+            if isinstance(x, (list, deque, tuple)):
+                todo += x
+            elif isinstance(x, dict):
+                todo += x.values()
+        return is_shared
 
 
 def unflatten_result(structure: Any, leaves: Sequence[Any]) -> Any:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -190,10 +190,8 @@ class Recordings(list[Any]):
         In a recomputation, it is the newest of those that its forward knew.
         """
         known: dict[str, Sequence[Any]] = {}
-        why, count, before = "", 0, thread_context.graphs_before
-        for entry in reversed(self):
-            if before is not None and entry.number > before:
-                continue
+        why, count = "", 0
+        for entry in self._candidates():
             change = entry.change(leaves)
             if change is None:
                 count += 1
@@ -203,3 +201,19 @@ class Recordings(list[Any]):
                 change = results
             why = why or change
         return Selected(None, (), why, count)
+
+    def before_reads(self, leaves: Sequence[Any]) -> Selected:
+        """Return the newest recording that holds for a call but for the values it has read."""
+        why = ""
+        for entry in self._candidates():
+            change = entry.change(leaves)
+            if change is None:
+                return Selected(entry, (), "", 1)
+            why = why or change
+        return Selected(None, (), why, 0)
+
+    def _candidates(self) -> Iterator[Any]:
+        before = thread_context.graphs_before
+        for entry in reversed(self):
+            if before is None or entry.number <= before:
+                yield entry

@@ -257,7 +257,9 @@ def most_of(
 ) -> tuple[int, bool]:
     """Return the largest of the ranks' needs, and whether all have the same number.
 
-    The result is the same on all ranks.
+    The result is the same on all ranks where the meshes are those of one grid, as axes of one
+    `DeviceMesh` are. Meshes that overlap in a chain, such as ranks 0, 1 and ranks 1, 2, are told in
+    one direction only: rank 0 does not learn of rank 2.
 
     Args:
         need: one of `selection.py`.

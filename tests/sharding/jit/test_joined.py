@@ -383,3 +383,15 @@ def test_a_hook_that_the_module_registers_on_its_argument() -> None:
         return found
 
     both(Hooked, use)
+
+
+def test_backward_after_the_world_has_ended() -> None:
+    weight = nn.Parameter(torch.ones(3))
+
+    def main() -> Tensor:
+        sm.init_device_mesh("cpu", (2,), axis_names=("dp",))
+        return sm.jit(lambda x: (x * weight).sum(), backend="eager")(torch.ones(3))
+
+    sm.simulate(2)(main)()[0].backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [1.0] * 3

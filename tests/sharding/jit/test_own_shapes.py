@@ -16,6 +16,7 @@ from shardmesh.mesh.comm.current_world import current_world
 from tests.device import DEVICE
 from tests.pool import Pool
 from tests.sharding.jit.steps import runs
+from tests.sharding.jit.test_values import package
 from tests.sharding.ranks import collectives, launched
 
 # Numbers of rows on even and odd ranks, by call.
@@ -122,6 +123,57 @@ def test_ranks_that_differ_often_record_by_themselves(
     assert sum("4 of 5 calls; each rank records by itself" in text for text in texts) == (
         not outside
     )
+
+
+def test_ranks_that_have_read_values_part() -> None:
+    """None agrees on a call any more, whether it has recorded the signature anew or not."""
+
+    def main() -> list[float]:
+        mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("dp",))
+        torch.manual_seed(0)
+        model, is_full = nn.Linear(4, 4).to(DEVICE), package("is_full")
+        sm.parallel.data_parallel(model, mesh)
+
+        @sm.jit(backend="eager")
+        def step(x: Tensor, mask: Tensor) -> Tensor:
+            y = model(x)
+            loss = (y if is_full(mask) else -y).square().mean()
+            loss.backward()
+            return loss
+
+        losses = []
+        for lengths in [(4, 4), (4, 4), (3, 3), (3, 3)] + [(4, 3)] * 5 + [(4, 4), (3, 4), (3, 3)]:
+            n = lengths[mesh.get_rank()]
+            mask = torch.ones(n, dtype=torch.bool, device=DEVICE)
+            losses.append(step(torch.ones(n, 4, device=DEVICE), mask).item())
+        return losses
+
+    first, other = sm.simulate(2)(main)()
+    assert len(first) == len(other) == 12
+
+
+def test_the_state_of_one_rank_changes_where_values_take_collectives() -> None:
+    """All ranks record, before any of them computes what was read."""
+
+    def main() -> tuple[list[float], int]:
+        mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("dp",))
+        config, is_full = {"name": "a"}, package("is_full")
+
+        @sm.jit(backend="eager")
+        def f(x: Tensor, w: Tensor, mask: Tensor) -> Tensor:
+            y = x.sum() if is_full(mask) else -x.sum()
+            return y + w.sum().full_tensor() * len(config["name"])
+
+        values = []
+        for i in range(6):
+            if i == 3 and mesh.get_rank() == 0:
+                config["name"] = "other"
+            w = sm.ones(4, device_mesh=mesh, placements=sm.P("dp"))
+            values.append(f(torch.ones(3, device=DEVICE), w, w.bool()).item())
+        return values, runs(f)
+
+    # The other rank's recording is replaced, with its two runs.
+    assert sm.simulate(2)(main)() == [([7.0] * 3 + [23.0] * 3, 4), ([7.0] * 6, 2)]
 
 
 def test_arguments_that_are_the_same_on_all_ranks_take_no_agreement() -> None:

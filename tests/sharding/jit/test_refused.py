@@ -446,7 +446,7 @@ def test_what_is_no_function() -> None:
 
 
 def test_an_object_made_inside() -> None:
-    with pytest.raises(JitError, match="returned a Linear that it has made"):
+    with pytest.raises(JitError, match=r"returned a Linear, which sm.jit cannot make"):
         sm.jit(lambda x: nn.Linear(3, 3), backend="eager", fullgraph=True)(X)
 
 

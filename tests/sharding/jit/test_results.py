@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -88,6 +90,98 @@ def test_a_function_that_returns_an_instance() -> None:
     assert runs(f) == 2
 
 
+class Layers:
+    """Instances and tensors in a list, which may also be in another place."""
+
+    def __init__(self, layers: list[Any]) -> None:
+        self.layers, self.others = layers, [*layers]
+
+
+def _state() -> Callable[[], Layer]:
+    """Return a function that returns an object which `sm.jit` cannot reach."""
+    names: dict[str, Any] = {"state": Layer()}
+    exec(compile("def f(): return state", "/nowhere/site-packages/states.py", "exec"), names)
+    return names["f"]
+
+
+STATE = _state()
+
+
+def test_an_object_that_is_older_than_the_call() -> None:
+    """It is returned itself, with what it has then."""
+    f = sm.jit(lambda x: (x * 2, STATE()), backend="eager")
+    for i in range(4):
+        STATE().length = i
+        _, state = f(torch.ones(2))
+        assert state is STATE()
+        assert state.length == i
+    assert not f.recorded
+
+
+def _one_list_twice(x: Tensor) -> Layers:
+    result = Layers([x * 2])
+    result.others = result.layers
+    return result
+
+
+def test_a_backward_outside_through_an_instance() -> None:
+    """The first call has the right gradients, and later ones are two graphs."""
+    torch.manual_seed(0)
+    linear = nn.Linear(4, 4)
+
+    def loss_of(x: Tensor, scale: float) -> Layer:
+        return Layer((linear(x) * scale).sum())
+
+    f = sm.jit(loss_of, backend="eager", fullgraph=True)
+    for scale in (0.5, 0.25, 0.125):
+        gradients = []
+        for g in (f, loss_of):
+            linear.zero_grad()
+            loss = g(torch.ones(2, 4), scale).keys
+            assert loss is not None
+            loss.backward()
+            gradients.append(linear.weight.grad)
+        assert torch.equal(*gradients)
+    assert len(f.recorded) == 2
+
+
+def test_attributes_are_numbers_and_have_no_history_where_the_step_calls_backward() -> None:
+    linear = nn.Linear(4, 4)
+
+    def step(x: Tensor, scale: float) -> Layer:
+        loss = linear(x).sum() * scale
+        loss.backward()
+        layer = Layer(loss)
+        layer.length = scale * 2
+        return layer
+
+    f = sm.jit(step, backend="eager", fullgraph=True)
+    for scale in (0.5, 0.25):
+        layer = f(torch.ones(2, 4), scale)
+        assert type(layer.length) is float
+        assert layer.length == scale * 2
+        with pytest.raises(RuntimeError, match="by a graph that has no backward"):
+            layer.keys.backward()
+
+
+@pytest.mark.parametrize("is_module", [False, True])
+def test_a_recorded_call_returns_the_instance_itself(is_module: bool) -> None:
+    originals = []
+
+    class Noted(Layer):
+        def __init__(self, keys: Tensor) -> None:
+            super().__init__(keys)
+            originals.append(weakref.ref(self))
+
+    class Noting(nn.Module):
+        def forward(self, x: Tensor) -> Noted:
+            return Noted(x * 2)
+
+    f = sm.jit(Noting() if is_module else lambda x: Noted(x * 2), backend="eager")
+    result = f(torch.ones(2))
+    assert originals[0]() is result
+
+
 def _twice(x: Tensor) -> list[Layer]:
     layer = Layer(x * 2)
     return [layer, layer]
@@ -100,9 +194,12 @@ def _twice(x: Tensor) -> list[Layer]:
         (lambda x: nn.Linear(2, 2), "Linear"),
         (lambda x: {x.sum()}, "set"),
         (lambda x: lambda: x, "function"),
+        (_one_list_twice, "Layers"),
+        (lambda x: (x * 2, STATE()), "Layer"),  # of an installed package, which may change it
+        (lambda x: Layers([x * 2, STATE()]), "Layer"),
     ],
 )
 def test_what_is_refused(f: Any, kind: str) -> None:
-    with pytest.raises(JitError, match=f"returned a {kind} that it has made"):
+    with pytest.raises(JitError, match=f"returned a {kind}, which sm.jit cannot make again"):
         for _ in range(3):
             sm.jit(f, backend="eager", fullgraph=True)(torch.ones(2))
