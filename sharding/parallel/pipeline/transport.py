@@ -128,16 +128,22 @@ class ValueMeta:
         layout = Layout.of(mesh[sharding.axes], sharding.spec, sharding.shape, self.dtype)
         return ShardedTensor._make_guarded(local, layout)
 
-    def shard_on(self, value: Tensor, mesh: DeviceMesh) -> Tensor:
+    def shard_on(self, value: Tensor, mesh: DeviceMesh, data_axes: Sequence[str]) -> Tensor:
         """Return a whole value with its spec on the mesh of another stage.
 
         It is split over the axes that both meshes have; without any, it stays plain.
+
+        Args:
+            value: the rows of this rank.
+            mesh: of its stage.
+            data_axes: over which rows are split; they split nothing again.
 
         Communication: none; backward: an all_gather of the gradient of each part.
         """
         if self.sharding is None:
             return value
-        names = tuple(name for name in self.sharding.axes if name in mesh.axis_names)
+        axes = set(mesh.axis_names) - set(data_axes)
+        names = tuple(name for name in self.sharding.axes if name in axes)
         if not names:
             return value
         dims = [[name for name in axes if name in names] for axes in self.sharding.spec.dims]
@@ -540,11 +546,13 @@ class Transport:
             locals_ = self._assemble(sender, parts, self._table.metas[stage, signature])
         metas = self._table.metas[stage, signature]
         mesh = self._mesh if self._stage_meshes is None else self._stage_meshes.mesh
-        if not self._between_meshes(sender):
+        if self._stage_meshes is None or not self._between_meshes(sender):
             leaves = [meta.leaf(x, mesh) for meta, x in zip(metas, locals_, strict=True)]
             return leaves, leaves
+        data_axes = self._stage_meshes.data_axes
         leaves = [meta.leaf(x, None) for meta, x in zip(metas, locals_, strict=True)]
-        return leaves, [meta.shard_on(x, mesh) for meta, x in zip(metas, leaves, strict=True)]
+        inputs = [meta.shard_on(x, mesh, data_axes) for meta, x in zip(metas, leaves, strict=True)]
+        return leaves, inputs
 
     def _between_meshes(self, place: int) -> bool:
         """Return whether the stages of another place have a mesh of their own."""

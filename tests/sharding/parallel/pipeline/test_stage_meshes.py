@@ -177,6 +177,36 @@ def test_a_sharded_value_has_its_spec_on_the_next_mesh() -> None:
     assert kinds == [[]] * 2 + [[("tp",)] * 2] * 4
 
 
+def on_a_data_axis_of_size_one() -> tuple[float, float]:
+    """Return losses of eval and step where values are on a whole mesh with dp=1 before dp=2."""
+    mesh = sm.init_device_mesh("cpu", (2, 2), axis_names=("pp", "rank"))
+    sizes = [{"dp": 1, "tp": 2}, {"dp": 2, "tp": 1}]
+    pipe = pipeline(make_model(), mesh, split=boundaries(2), stage_meshes=sizes, microbatches=2)
+    own = pipe.stage_mesh
+    if own.size("dp") == 1:
+
+        def split(_: nn.Module, args: Any, y: Tensor) -> Tensor:
+            return sm.device_put(y, own, P("dp", "tp"), src_data_rank=None)
+
+        for stage in pipe.stages.values():
+            for block in stage.modules():
+                if isinstance(block, Block):
+                    block.register_forward_hook(split)
+    else:
+        pipe.fully_shard(own, axes="dp", units=Block)
+    ids, targets = batch()
+    return (
+        pipe.eval(ids, targets, loss_fn=F.cross_entropy).item(),
+        pipe.step(ids, targets, loss_fn=F.cross_entropy).item(),
+    )
+
+
+def test_a_data_axis_of_size_one_splits_nothing_on_the_next_mesh() -> None:
+    expected = F.cross_entropy(make_model()(batch()[0]), batch()[1]).item()
+    for losses in sm.simulate(4)(on_a_data_axis_of_size_one)():
+        assert losses == pytest.approx((expected, expected), abs=1e-12)
+
+
 def tied_gradients_and_state() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return gradients of a step, and the state after that of another model was loaded."""
     mesh = sm.init_device_mesh("cpu", (3,), axis_names=("pp",))
