@@ -275,9 +275,7 @@ class JitFunction:
             # Selecting one may take collectives, which ranks with other recordings do not have.
             is_later = entries.communicates
             selected = entries.before_reads(leaves) if is_later else entries.select(leaves)
-            need, is_same = most_of(
-                world, peers.meshes, self._name, selected.need, entries.number, peers.device
-            )
+            need, is_same = most_of(world, peers.meshes, self._name, selected.need, entries.number)
             peers.note_call(is_mixed=not is_same)
             if not is_same:
                 return RUN, none, True
@@ -286,7 +284,7 @@ class JitFunction:
             selected = entries.select(leaves)
         need = selected.need
         if entries.is_own:
-            need, _ = most_of(world, entries.meshes, self._name, need, 0, entries.device)
+            need, _ = most_of(world, entries.meshes, self._name, need, 0)
         return need, selected, False
 
     def _run_mixed(self, leaves: Sequence[Any], tree: Any, peers: Peers, world: World) -> Any:
@@ -399,9 +397,9 @@ class JitFunction:
         is_own = entries.is_own or program.is_own
         entries.is_own = is_own and options.any and not peers.are_apart
         if meshes:
-            entries.meshes, entries.device = ranks, meshes[0].device
+            entries.meshes = ranks
         if meshes and options.any and not entries.number:
-            peers.meshes, peers.device = ranks, meshes[0].device
+            peers.meshes = ranks
             peers.count += 1
             entries.number = peers.count
         for read in program.reads if program.is_own else ():

@@ -17,8 +17,6 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
-import torch
-
 from ...mesh.comm.thread_context import thread_context
 from .backends.repeats import key_of
 from .collectives import OPERATORS
@@ -133,7 +131,7 @@ class Peers:
         f(x)        [3]         [7]         numbers 1 and 0: as well
 
     Attributes:
-        meshes, device: over which they agree.
+        meshes: over which they agree.
         may_differ: whether a rank has passed plain tensors, which may have other shapes on other
             ranks, so that they agree on each call.
         are_apart: whether each rank records by itself, without passes.
@@ -143,7 +141,6 @@ class Peers:
 
     def __init__(self) -> None:
         self.meshes: Sequence[Sequence[int]] = ()
-        self.device = torch.device("cpu")
         self.may_differ = self.are_apart = False
         self.count = self.calls = self.mixed_calls = 0
 
@@ -165,7 +162,7 @@ class Recordings(list[Any]):
 
     Attributes:
         is_own: whether ranks may have read other values, so that they agree on each call.
-        meshes, device: over which ranks they agree.
+        meshes: over which ranks they agree.
         is_full: whether it was said that there are too many.
         peers: the ranks that record together.
         number: that of the signature among those of the peers; 0 before a recording.
@@ -175,7 +172,6 @@ class Recordings(list[Any]):
         super().__init__()
         self.is_own = self.is_full = False
         self.meshes: Sequence[Sequence[int]] = ()
-        self.device = torch.device("cpu")
         self.peers: Peers | None = None
         self.number = 0
 

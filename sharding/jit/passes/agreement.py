@@ -253,7 +253,6 @@ def most_of(
     name: str,
     need: int,
     number: int,
-    device: torch.device,
 ) -> tuple[int, bool]:
     """Return the largest of the ranks' needs, and whether all have the same number.
 
@@ -265,12 +264,13 @@ def most_of(
         need: one of `selection.py`.
         number: that of the recordings of the call's signature.
 
-    Communication: one all_reduce of three numbers over each mesh.
+    Communication: one all_reduce of three numbers in host memory over each mesh: an accelerator
+    goes on with what is queued.
     """
     rounds = rounds_of(world.rank, meshes)
     if not rounds:
         return need, True
-    x = torch.tensor([need, number, -number], device=device)
+    x = torch.tensor([need, number, -number], device="cpu")
     for ranks in rounds:
         tag = CommTag.of(f"choosing the recording of {name} under sm.jit")
         world.group(ranks).all_reduce(x, "max", tag=tag)

@@ -28,6 +28,7 @@ OF_THE_CALL = {
     "vmap_randomness",
     "forward_mode_depth",
     "grad_depth",
+    "in_joined_function",
     "grad_is_nested",
     "starts_async",
     "schedule",

@@ -42,7 +42,7 @@ def saved_twice() -> dict[str, Any]:
             for step in range(2):
                 with HostSyncs() as mode:
                     saving = sm.checkpoint.async_save(tree, folder, step=step)
-                    waits.append(list(mode.found))
+                    waits.append(list(mode.syncs))
                     for x in tree.values():
                         x.zero_().add_(step + 2)
                     saving.wait()

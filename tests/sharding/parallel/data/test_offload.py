@@ -56,7 +56,7 @@ def steps(way: str, offload: bool) -> list[list[float]]:
                         loss.backward()
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=way != "hooks")
-                waits = mode.found
+                waits = mode.syncs
         return [float(p.detach().full_tensor().cpu().double().sum()) for p in params], len(waits)
 
     values, waits = sm.simulate(2)(rank)()[0]
