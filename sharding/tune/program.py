@@ -292,12 +292,14 @@ def accelerate_text(form: Form) -> str:
 
 
 def titan_text(form: Form, model: Description) -> str:
-    """Return the form as flags of torchtitan, or why it has none."""
+    """Return the form as flags of torchtitan 0.2, or why it has none."""
     # torchtitan counts the embedding and the head as a layer each
     layers_per_stage = math.ceil((model.layers + 2) / (form.pp * form.stages))
     stages = math.ceil((model.layers + 2) / layers_per_stage)
     if form.pp > 1 and form.schedule == "zb_h1" and form.stages == 1:
         return "# torchtitan's zero-bubble schedules have two stages on a rank or more"
+    if form.regather:
+        return "# torchtitan saves what it gathers along the sequence (regather)"
     if form.pp > 1 and stages != form.pp * form.stages:
         return f"# torchtitan cannot cut {model.layers} layers into {form.pp * form.stages} stages"
     flags = {
@@ -317,7 +319,11 @@ def titan_text(form: Form, model: Description) -> str:
         flags["parallelism.pipeline_parallel_microbatch_size"] = form.rows
         flags["parallelism.pipeline_parallel_layers_per_stage"] = layers_per_stage
     flags["activation_checkpoint.mode"] = form.recompute
-    return " ".join(f"--{name} {value}" for name, value in flags.items())
+    if form.recompute == "selective":
+        # every second product; the default is every second layer
+        flags["activation_checkpoint.selective_ac_option"] = "op"
+    text = " ".join(f"--{name} {value}" for name, value in flags.items())
+    return f"{text} --compile.enable" if form.compiled else text  # of layers and loss
 
 
 def _tuple(names: list[str]) -> str:

@@ -149,6 +149,8 @@ def search(
 ) -> Search:
     """Return what was tried, for all forms or for the neighbours of one."""
     result = Search()
+    if near is not None:
+        fixed = {"compiled": near.compiled, "regather": near.regather, **fixed}
     times = StepTimes(model, prices)
     takes: set[tuple[str, Any]] = set()
     candidates = forms(model, devices, prices.node, fixed, max_rows)

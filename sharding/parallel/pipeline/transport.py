@@ -3,8 +3,8 @@
 Each rank knows from the table in which order every other rank computes what it needs. Between two
 ranks, in one direction, messages have the order in which the sender computes them. Receives are
 posted ahead in that order, and waited for where their value is used. A send is waited for, so that
-its memory is freed, when a message of the other rank shows that it has used what was sent: by its
-row it sends that message later.
+its memory is freed, when a message from the other rank's place shows that it has used what was
+sent: by the row of that place it is sent later.
 
     rank 0    F0 -- send 0    F1 -- send 1    F2 -- send 2        computes on
     rank 1    post 0    wait 0, post 1, F0    wait 1, post 2, F1
@@ -587,11 +587,15 @@ class Transport:
         return _requiring_gradients(self._table.metas[action.stage, signature])
 
     def _take(self, sender: int, action: Action) -> list[list[Tensor | None]]:
-        """Receive a result, in the order of the routes, and free what its senders had used."""
+        """Receive a result, in the order of the routes, and free what that place had used.
+
+        All ranks of a place run one row, so a message from one of them tells of all, also of those
+        that send nothing to this rank.
+        """
         positions = self._positions[sender]
-        parts: list[list[Tensor | None]] = []
-        for route in self._routes(sender, self._places.own):
-            parts.append(self._inboxes[route.peer].take(action))
+        own = self._places.own
+        parts = [self._inboxes[route.peer].take(action) for route in self._routes(sender, own)]
+        for route in self._routes(own, sender):
             outbox = self._outboxes.get(route.peer)
             if outbox is not None:
                 outbox.release(lambda sent: positions[_user_of(sent)] < positions[action])

@@ -99,3 +99,9 @@ def test_flags_of_torchtitan():
     assert values["--parallelism.data_parallel_shard_degree"] == "2"
     assert values["--training.local_batch_size"] == "4"
     assert values["--parallelism.pipeline_parallel_layers_per_stage"] == "1"
+    selective = titan_text(replace(form, recompute="selective"), model)
+    assert "--activation_checkpoint.selective_ac_option op" in selective
+    compiled = titan_text(replace(form, compiled=True), model)
+    assert compiled == f"{titan_text(form, model)} --compile.enable"
+    regather = Form(tp=2, sequence_parallel=True, rows=8, regather=True)
+    assert titan_text(regather, model).startswith("# torchtitan saves what it gathers")

@@ -110,6 +110,18 @@ def test_neighbours():
     assert not is_neighbour(Form(fsdp=1, tp=8, rows=2), near)
 
 
+def test_neighbours_are_compiled_and_regather_as_the_form_is(llama):
+    near = Form(
+        fsdp=2, tp=2, sequence_parallel=True, rows=2, microbatches=4, compiled=True, regather=True
+    )
+    tuning = sm.tune(llama, tiny.ids(16), devices=4, near=near)
+    forms = [candidate.form for candidate in tuning.candidates]
+    assert near in forms
+    assert all(form.compiled for form in forms)
+    eager = sm.tune(llama, tiny.ids(16), devices=4, near=near, fix={"compiled": False})
+    assert [x.form for x in eager.candidates if x.form.compiled] == [near]
+
+
 # -- prices ----------------------------------------------------------------------------------------
 
 
