@@ -17,7 +17,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch.distributed import PrefixStore, TCPStore
@@ -25,15 +25,15 @@ from torch.distributed import PrefixStore, TCPStore
 from ..errors import LaunchEnvironmentError
 from ..launch.environment import launch_environment
 from ..launch.job_store import address_of
-from ..monitor.startup.rank_info import own_rank_info
+from ..launch.local_processes import JOINS
+from ..monitor.startup.rank_info import RankInfo, machine, own_rank_info
 from ..monitor.store_keys import StoreKeys
 from ..monitor.store_values import checked, json_value
 from .messages import Announcement, Welcome
+from .protocol import Report
 from .rank_stores import Connection, StoreAddress, StoreGoneError, serve_store
 
 KEYS = "shardmesh/elastic"
-JOINS = "SHARDMESH_ELASTIC_JOIN"  # "1" for a process that joins a job that runs
-
 _TIMEOUT_S = 300.0  # for the job to begin, and for its members to reach the end of a step
 _PAUSE_S = 0.05
 _LOOK_S = 1.0  # between looks at who the members are
@@ -84,7 +84,7 @@ def enter() -> Entry:
 
     Raises:
         LaunchEnvironmentError: there is no such job at MASTER_ADDR and MASTER_PORT, it has ended,
-            or no step has ended for a long time.
+            it has ranks on other hosts, or no step has ended for a long time.
 
     Communication: through the job's first store and those of its ranks.
     """
@@ -143,6 +143,7 @@ def _wait_for_welcome(
                 lines = registry.ask(lambda keys: keys.read_lines(f"members/{job}", _line), _never)
                 members.update(lines)
                 next_look = time.monotonic() + _LOOK_S
+                _refuse_other_hosts(members)
             living = sorted(rank for rank, one in members.items() if not one.info.is_gone())
             if not living:
                 raise LaunchEnvironmentError("all ranks of the job that this one joins have ended")
@@ -162,6 +163,14 @@ def _wait_for_welcome(
         f"the job has not taken this process as a member within {_TIMEOUT_S:.0f} s: it is taken at "
         "the end of a step"
     )
+
+
+def _refuse_other_hosts(members: Mapping[int, Announcement]) -> None:
+    if {one.info.machine for one in members.values()} - {machine()}:
+        raise LaunchEnvironmentError(
+            f"{JOINS}=1: the job has ranks on other hosts; a process joins a job whose ranks are "
+            "all on its own host"
+        )
 
 
 def _ask(
@@ -192,6 +201,38 @@ def announced(store: Any, job: str) -> list[Announcement]:
     if not keys.has("joining"):
         return []
     return keys.read_lines("joining", Announcement.from_json)
+
+
+def newcomers(
+    announcements: Iterable[Announcement], taken: Collection[str], members: Iterable[RankInfo]
+) -> list[Announcement]:
+    """Return whom of these a job may take in, each process once.
+
+    A process announces itself again at a store that has not answered for a while.
+
+    Args:
+        taken: tokens of processes that have been taken in.
+        members: the processes of the members.
+    """
+    infos = list(members)
+    by_token = {one.token: one for one in announcements}
+    return [
+        one
+        for one in by_token.values()
+        if one.token not in taken
+        and not one.info.is_gone()
+        and not any(one.info.is_same_process(info) for info in infos)
+    ]
+
+
+def next_number(known: Iterable[int], reports: Iterable[Report]) -> int:
+    """Return the number of the next process that becomes a member.
+
+    It is higher than those that this rank knows, and than those of an epoch that only others have
+    begun, as they report.
+    """
+    reported = [max(report.committed.members) for report in reports]
+    return max([*known, *reported]) + 1
 
 
 def _job_name(text: str) -> str:

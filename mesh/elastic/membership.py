@@ -142,8 +142,11 @@ class Membership:
         self._job = f"{world.job}/{_jobs[world.job]}" if entry is None else entry.job
         self._prefix = f"{_KEYS}/{self._job}"
         _jobs[world.job] += 1
-        self._joining: dict[int, Announcement] = {}  # who become members by the next decision
-        self._taken: set[str] = set()  # the tokens of those that have asked
+        self._own_token = _NO_TOKEN if entry is None else entry.own.token
+        self._candidates: tuple[Announcement, ...] = ()  # whom this rank may take in if it decides
+        # who are members by the last decisions, until all members have confirmed
+        self._joining: dict[int, Announcement] = {}
+        self._taken: set[str] = set()  # the tokens of those that have become members
         self._next_look = time.monotonic() + _LOOK_S
         self._failure: Failure | None = None
         self._told: ToldDecision | None = None  # by which this epoch began
@@ -169,7 +172,9 @@ class Membership:
     def _take_over(self, entry: Entry) -> None:
         """Become a member by the decision in a welcome."""
         welcome = entry.welcome
-        told = welcome.decision
+        told = self._told = welcome.decision
+        self._joining = dict(told.joining)
+        self._taken = {one.token for one in told.joining.values()}
         self.size, self._backend = welcome.size, welcome.backend
         self.member = protocol.joining_member(
             welcome.rank, told.decision, welcome.host, welcome.write
@@ -275,11 +280,9 @@ class Membership:
         return bool(self._announced())
 
     def _announced(self) -> list[Announcement]:
-        return [
-            one
-            for one in joining.announced(self._store, self._job)
-            if one.token not in self._taken and not one.info.is_gone()
-        ]
+        announcements = joining.announced(self._store, self._job)
+        members = [self._infos[rank] for rank in self.member.members]
+        return joining.newcomers(announcements, self._taken, members)
 
     def who_changes(self, is_leaving: bool) -> Change:
         """Tell all members whether this one leaves, and which processes have announced themselves.
@@ -297,15 +300,8 @@ class Membership:
 
     def pause(self, change: Change) -> None:
         """COMPUTE -> interrupted, between two steps, as all members do."""
-        first = max(self._infos) + 1
-        for rank, one in enumerate(change.joining, first):
-            self._joining[rank] = one
-            self._infos[rank], self._addresses[rank] = one.info, one.address
-            self._presence.note_heard(rank, time.monotonic())
-            self._taken.add(one.token)
-        leaves = f"{ranks_text(change.leaving)} left" if change.leaving else ""
-        joins = f"{ranks_text(tuple(self._joining))} joined" if change.joining else ""
-        self.verdict = ", ".join(filter(None, (leaves, joins)))
+        self._candidates = change.joining
+        self.verdict = f"{ranks_text(change.leaving)} left" if change.leaving else ""
         self._presence.hear(change.leaving)
         self._failure = None
         self._suspend()
@@ -430,17 +426,34 @@ class Membership:
                 break
             time.sleep(pause)
             pause = min(1.5 * pause, _PAUSE_S)
-        if self.member.rank not in told.decision.members:
+        successor = told.joining.get(self.member.rank)
+        is_other = successor is not None and successor.token != self._own_token
+        if self.member.rank not in told.decision.members or is_other:
             raise ElasticJobError(
                 f"{ranks_text(told.decision.members)} count rank {self.member.rank} as lost, and "
                 f"go on without it: {self.verdict}"
             )
+        self._take_in(told.joining)
         self.member = protocol.adopt(self.member, told.decision)
         self._failure = None
         self.failures = told.failures
         self._told = told
         self._count_failures()
         return told.decision
+
+    def _take_in(self, arriving: Mapping[int, Announcement]) -> None:
+        """Note who the members are that have joined."""
+        self._candidates = ()  # others are asked again
+        new = tuple(rank for rank in arriving if rank not in self.member.members)
+        if new:
+            joins = f"{ranks_text(new)} joined"
+            self.verdict = ", ".join(filter(None, (self.verdict, joins)))
+        for rank, one in arriving.items():
+            self._joining[rank] = one
+            self._infos[rank], self._addresses[rank] = one.info, one.address
+            self._presence.note_heard(rank, time.monotonic())
+            self._taken.add(one.token)
+        self.verdict = self.verdict or "the processes that wanted to join have ended"
 
     def _note_deaths(self, awaited: Mapping[int, float]) -> None:
         """Note which members are lost, and end those that hang on this host.
@@ -503,12 +516,15 @@ class Membership:
         late = set(expected) - set(protocol.current_reports(member, by_rank, last_decision))
         now = self._presence.clock
         self._awaited = {rank: self._awaited.get(rank, now) for rank in late}
-        arriving = [rank for rank in self._joining if not self._infos[rank].is_gone()]
+        candidates = [one for one in self._candidates if not one.info.is_gone()]
+        first = joining.next_number(self._infos, by_rank.values())
+        arriving = dict(enumerate(candidates, first))
         decision = protocol.decide(member, by_rank, last_decision, self._missing_parts, arriving)
         if decision is None:
             return None
         failures = {told.failure for told in reports if told.failure is not None}
-        proposal = ToldDecision(decision, tuple(sorted(failures)))
+        joined = {rank: one for rank, one in self._joining.items() if rank in decision.members}
+        proposal = ToldDecision(decision, tuple(sorted(failures)), {**joined, **arriving})
         keys.replace("decision", "" if last is None else last.to_json(), proposal.to_json())
         return keys.read("decision", ToldDecision.from_json)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..abstract_mesh import MOST_RANKS
@@ -63,25 +64,36 @@ class ToldReport(NamedTuple):
 
 
 class ToldDecision(NamedTuple):
-    """A decision, and the failures that its reports had."""
+    """A decision, and what its members need to know beyond it.
+
+    Attributes:
+        decision: what the survivors have agreed on.
+        failures: those of its reports.
+        joining: which processes its members are that have joined, until all have confirmed them.
+    """
 
     decision: Decision
     failures: tuple[Failure, ...]
+    joining: dict[int, Announcement]
 
     def to_json(self) -> str:
-        return json.dumps({"decision": self.decision, "failures": self.failures})
+        joining = _announcements_json(self.joining)
+        return json.dumps({**self._asdict(), "joining": joining})
 
     @staticmethod
     def from_json(text: str) -> ToldDecision:
         """Return the decision in a text. Raises: ValueError."""
-        fields = has_fields(json_object(text), ("decision", "failures"))
+        fields = has_fields(json_object(text), ToldDecision._fields)
         epoch, members, source, providers, lost = _items(fields["decision"], 5)
         parts = tuple(whole(part) for part in checked(lost, list))
         decision = Decision(
             whole(epoch), checked_ranks(members), _copy(source), checked_ranks(providers), parts
         )
         failures = tuple(map(_failure, checked_list(fields["failures"], list)))
-        return ToldDecision(decision, failures)
+        joining = _announcements(fields["joining"])
+        if not set(decision.members).issuperset(joining):
+            raise ValueError("who joins is no member")
+        return ToldDecision(decision, failures, joining)
 
 
 class Announcement(NamedTuple):
@@ -136,7 +148,7 @@ class Welcome(NamedTuple):
     members: dict[int, Announcement]
 
     def to_json(self) -> str:
-        members = {str(rank): one.to_json() for rank, one in self.members.items()}
+        members = _announcements_json(self.members)
         fields = {**self._asdict(), "decision": self.decision.to_json(), "members": members}
         return json.dumps(fields)
 
@@ -144,10 +156,6 @@ class Welcome(NamedTuple):
     def from_json(text: str) -> Welcome:
         """Return the welcome in a text. Raises: ValueError."""
         fields = has_fields(json_object(text), Welcome._fields)
-        members = {
-            number(rank): Announcement.from_json(checked(one, str))
-            for rank, one in checked(fields["members"], dict).items()
-        }
         backend = checked(fields["backend"], str)
         if not re.fullmatch("[a-z:,]+", backend):
             raise ValueError("it names no backend")
@@ -158,7 +166,7 @@ class Welcome(NamedTuple):
             whole(fields["size"], MOST_RANKS),
             backend,
             ToldDecision.from_json(checked(fields["decision"], str)),
-            members,
+            _announcements(fields["members"]),
         )
 
 
@@ -180,6 +188,17 @@ def _items(value: Any, count: int) -> list[Any]:
     if len(items) != count:
         raise ValueError(f"it has {len(items)} entries in place of {count}")
     return items
+
+
+def _announcements_json(announcements: Mapping[int, Announcement]) -> dict[str, str]:
+    return {str(rank): one.to_json() for rank, one in announcements.items()}
+
+
+def _announcements(value: Any) -> dict[int, Announcement]:
+    return {
+        number(rank): Announcement.from_json(checked(one, str))
+        for rank, one in checked(value, dict).items()
+    }
 
 
 def _token(value: Any) -> str:

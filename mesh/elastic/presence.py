@@ -82,9 +82,11 @@ class Presence:
         return self._infos[rank].machine == machine()
 
     def near(self, ranks: Collection[int]) -> list[int]:
+        """Return those of these ranks that are on this host."""
         return [rank for rank in ranks if self.is_near(rank)]
 
     def far(self, ranks: Collection[int]) -> list[int]:
+        """Return those of these ranks that are on other hosts."""
         return [rank for rank in ranks if not self.is_near(rank)]
 
     def hear(self, ranks: Collection[int]) -> None:
@@ -113,8 +115,7 @@ class Presence:
         answer.
         """
         now = time.monotonic()
-        self.clock += min(now - self._looked_at, _LONGEST_STEP_S)
-        self._looked_at = now
+        self._advance(now, _LONGEST_STEP_S)
         near = self.near(ranks)
         self.ended |= {rank for rank in near if rank != self._rank and self._infos[rank].is_gone()}
         far = set(ranks) - set(near) - self.ended
@@ -124,8 +125,10 @@ class Presence:
 
     def probe(self, ranks: Collection[int]) -> None:
         """Ask ranks of other hosts, now."""
+        self._advance(time.monotonic(), _LONGEST_STEP_S)
         answers = ask({rank: self._addresses[rank] for rank in ranks})
         now = time.monotonic()
+        self._advance(now, _PROBE_S)
         for rank, answer in answers.items():
             if answer is Answer.ENDED:
                 is_fresh = now - self._heard_at[rank] < _SHARE * self.silent_s
@@ -136,6 +139,10 @@ class Presence:
             elif self.clock - self._silent_since.setdefault(rank, self.clock) > self.silent_s:
                 host = self._infos[rank].machine
                 self.cut_off |= {r for r, info in self._infos.items() if info.machine == host}
+
+    def _advance(self, now: float, longest_s: float) -> None:
+        self.clock += min(now - self._looked_at, longest_s)
+        self._looked_at = now
 
     def give_up_late(self, since: Mapping[int, float]) -> None:
         """Count ranks of other hosts as cut off for which this one has waited for too long.

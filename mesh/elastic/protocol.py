@@ -327,7 +327,7 @@ def decide(
         last: the decision read from the store before; None if this store has none, because it is
             the first, or because its host took the place of one that is lost.
         missing_parts: (version, ranks) -> the parts of it that none of these ranks holds.
-        joining: ranks that become members, as all members know from before the agreement.
+        joining: ranks that become members, as this rank knows.
     """
     if member.rank != member.leader or not member.is_interrupted:
         return None
@@ -368,8 +368,9 @@ def _choose_version(
     """Return the version from which to go on, and the ranks that hold it.
 
     A version that nothing of is missing comes before others; then one that every survivor holds who
-    holds any: otherwise a further loss could leave some with this one and some with the one before.
-    Then the newest. If nobody holds anything, it is the last committed one, without providers.
+    holds any and was a member then: otherwise a further loss could leave some with this one and
+    some with the one before. Then the newest. If nobody holds anything, it is the last committed
+    one, without providers.
     """
     with_any = [told for told in reports if told.copies]
     versions = {version for told in with_any for version in told.copies}
@@ -380,7 +381,7 @@ def _choose_version(
         providers = _providers(version, reports)
         return (
             not missing_parts(version, providers),
-            len(providers) == len(with_any),
+            len(providers) == sum(told.rank in version.members for told in with_any),
             version.step,
             version.epoch,
         )

@@ -49,7 +49,7 @@ _FIRST_FAILURE_S = 0.5
 # check exit statuses as well as pipes, which a child's own children can hold open after it died
 _POLL_S = 1.0
 _NO_GUARD_EXIT = 79  # exit status of a rank that called launch() while it imported the script
-_JOINS = "SHARDMESH_ELASTIC_JOIN"  # a process that joins an elastic job
+JOINS = "SHARDMESH_ELASTIC_JOIN"  # "1" for a process that joins an elastic job that runs
 _RESERVED = (
     "RANK",
     "LOCAL_RANK",
@@ -58,7 +58,7 @@ _RESERVED = (
     "GROUP_RANK",
     "MASTER_ADDR",
     "MASTER_PORT",
-    _JOINS,
+    JOINS,
 )
 
 _environ_lock = threading.Lock()
@@ -187,9 +187,9 @@ def launch(
         try:
             for rank in range(nprocs):
                 _start(ranks, rank, shared=shared, payload=payload)
-            start_again = partial(_start, ranks, shared=shared | {_JOINS: "1"}, payload=payload)
-            _wait(ranks, timeout, elastic, restarts, start_again)
-            if not elastic or signals or all(r.failure for r in ranks):
+            start_again = partial(_start, ranks, shared=shared | {JOINS: "1"}, payload=payload)
+            _wait(ranks, timeout, elastic, restarts, start_again, signals)
+            if not elastic or _has_ended_by(ranks, signals) or all(r.failure for r in ranks):
                 _raise_first_failure(ranks, signals, elastic)
             return [None if r.failure else pickle.loads(r.result) for r in ranks]
         except (KeyboardInterrupt, SystemExit):  # nothing to find out afterwards
@@ -329,6 +329,7 @@ class _LocalRank:
         done: whether it has reported a failure or its process has ended.
         result: pickled, b"" until it has reported one.
         failure: why it failed, None if it has not.
+        before: the failures of the processes that were this rank before.
     """
 
     rank: int
@@ -338,6 +339,7 @@ class _LocalRank:
     done: bool = False
     result: bytes = b""
     failure: RankFailure | None = None
+    before: tuple[RankFailure, ...] = ()
 
     def update(self) -> None:
         """Take over what the child has reported, and how its process has ended."""
@@ -397,7 +399,9 @@ def _start(
     )
     with _spawning({**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}):
         process.start()
-        ranks[rank : rank + 1] = [_LocalRank(rank, process, parent_end)]
+        before = [*ranks[rank].before, ranks[rank].failure] if rank < len(ranks) else []
+        failures = tuple(failure for failure in before if failure is not None)
+        ranks[rank : rank + 1] = [_LocalRank(rank, process, parent_end, before=failures)]
     child_end.close()
 
 
@@ -407,12 +411,14 @@ def _wait(
     elastic: bool,
     restarts: int,
     start_again: Callable[[int], None],
+    signals: Sequence[int],
 ) -> None:
     """Read reports until every rank is done, or until shortly after the first failure.
 
     Args:
         elastic: whether to end only a rank that has failed.
         restarts: how many of those are started again, while others run.
+        signals: that have been forwarded to the ranks: then they end, and none is started again.
     """
     deadline = math.inf if timeout is None else time.monotonic() + timeout
     end = math.inf  # of the time for earlier failures, once there is one
@@ -432,7 +438,7 @@ def _wait(
             r.update()
             if elastic and r.failure:
                 _end_one(r, r.failure, len(ranks))
-                if restarts and any(not other.done for other in ranks):
+                if restarts and not signals and any(not other.done for other in ranks):
                     restarts -= 1
                     start_again(r.rank)
         if not elastic and end == math.inf and any(r.failure for r in ranks):
@@ -479,6 +485,11 @@ def _forwarding_signals(ranks: Sequence[_LocalRank]) -> Iterator[list[int]]:
             signal.signal(number, signal.SIG_DFL)
 
 
+def _has_ended_by(ranks: Sequence[_LocalRank], signals: Sequence[int]) -> bool:
+    """Return whether the first signal that was forwarded has ended some rank."""
+    return any(r.failure is not None and r.failure.is_of(signals[0]) for r in ranks if signals)
+
+
 def _raise_first_failure(
     ranks: Sequence[_LocalRank], signals: Sequence[int], elastic: bool
 ) -> None:
@@ -487,7 +498,7 @@ def _raise_first_failure(
     Raises:
         SystemExit: the signal that this process was sent has ended it.
     """
-    failed = [(r.rank, r.failure) for r in ranks if r.failure]
+    failed = [(r.rank, failure) for r in ranks for failure in (*r.before, r.failure) if failure]
     if not failed:
         return
     # ranks that died come first: they cause their peers' errors
@@ -497,8 +508,9 @@ def _raise_first_failure(
     (rank, failure), *others = failed
     if signals and failure.is_of(signals[0]):
         name = signal.Signals(signals[0]).name
+        failures = [r.failure for r in ranks]
         print(
-            f"shardmesh: launch: {name} has ended {len(failed)} of {len(ranks)} ranks",
+            f"shardmesh: launch: {name} has ended {sum(map(bool, failures))} of {len(ranks)} ranks",
             file=sys.stderr,
         )
         raise SystemExit(128 + signals[0])

@@ -132,7 +132,9 @@ def is_in_setup(frame: FrameType | None) -> bool:
     That is entering or leaving a `with` block, a destructor, or an import. An error that is raised
     there may leave what the block protects half done, and one in a destructor is printed and
     forgotten. A module whose import is cut off is imported again, but those that it has imported
-    are not, and their package lacks them. An `interruptible` block in such code is interrupted.
+    are not, and their package lacks them. An `interruptible` block that is a `with` statement of
+    such code itself is interrupted; one that a generator enters for its caller, as
+    `ElasticJob.attempt` does, is not, since its frame is not below that of the caller's block.
     """
     while frame is not None and frame is not _block_of:
         code = frame.f_code

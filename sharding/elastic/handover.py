@@ -10,7 +10,7 @@ its parts of 4:6.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,28 +28,34 @@ from .redundancy import Placement, StateCopy, aligned, extent, reduced, view
 _TAG = CommTag("elastic: parts of ranks that leave")
 
 
-def place_parts(layouts: Mapping[str, Layout], leaving: Collection[int]) -> Placement:
+def place_parts(
+    layouts: Mapping[str, Layout], leaving: Collection[int], ranks: Sequence[int]
+) -> Placement:
     """Return which rank that leaves sends which boxes to which one that stays.
 
     These are the boxes that no rank has that stays. Each goes from the one of its ranks that sends
-    the fewest bytes so far to the one that receives the fewest.
+    the fewest bytes so far to the one that receives the fewest, which need not be on the tensor's
+    own mesh: all of that may leave.
 
     Args:
         layouts: of the tensors, by name.
         leaving: ranks of their world.
+        ranks: all ranks that hold state, those of the tensors' meshes among them.
     """
     placement = Placement({}, {})
-    load: dict[int, int] = {}
+    load = dict.fromkeys(ranks, 0)
+    stayers = [rank for rank in ranks if rank not in leaving]
+    if not stayers:
+        return placement
     for name, layout in layouts.items():
         holders: dict[Box, list[int]] = {}
         for rank in layout.mesh.ranks.ravel().tolist():
-            load.setdefault(rank, 0)
             holders.setdefault(box_on(layout, rank), []).append(rank)
-        stayers = [rank for rank in layout.mesh.ranks.ravel().tolist() if rank not in leaving]
-        for box, ranks in holders.items():
-            if not box_size(box) or not set(leaving).issuperset(ranks) or not stayers:
+        for box, its_ranks in holders.items():
+            if not box_size(box) or not set(leaving).issuperset(its_ranks):
                 continue
-            sender, receiver = min(ranks, key=load.__getitem__), min(stayers, key=load.__getitem__)
+            sender = min(its_ranks, key=load.__getitem__)
+            receiver = min(stayers, key=load.__getitem__)
             size = box_size(box) * layout.dtype.itemsize
             load[sender] += size
             load[receiver] += size
@@ -74,7 +80,7 @@ def hand_over(tree: Any, step: int, mesh: DeviceMesh, leaving: Collection[int]) 
         name_of(path): leaf for path, leaf in leaves(tree) if isinstance(leaf, ShardedTensor)
     }
     layouts = {name: leaf._layout for name, leaf in tensors.items()}
-    placement = place_parts(layouts, leaving)
+    placement = place_parts(layouts, leaving, mesh.ranks.ravel().tolist())
     if not placement.sent:
         return StateCopy(step, tree, {}, {}, 0)
     group = mesh.group(mesh.axis_names)

@@ -111,12 +111,16 @@ class _Holding(NamedTuple):
             has its own.
         steps: the versions of `Redundancy` that it has, and that are whole, as (epoch, step); None
             if it had no part in them.
+        knows_losses: whether it has those of the job: one that has just joined has not.
+        has_layouts: whether it has the layouts of the decided version.
     """
 
     is_inside: bool
     is_whole: bool
     has_copies: bool
     steps: tuple[tuple[int, int], ...] | None
+    knows_losses: bool
+    has_layouts: bool
 
 
 class _StepGivenUpError(Exception):
@@ -208,6 +212,7 @@ class ElasticJob:
         self._attempt: Attempt | None = None
         self._writes_before = 0
         self._is_completing = self._is_changing = self._is_told_to_go = False
+        self._knows_losses = not is_joining()
         self._joining: tuple[Announcement, ...] = ()  # they become members before the next step
         self._interrupted_at = 0.0
         self._hooks: list[Any] = []
@@ -397,7 +402,7 @@ class ElasticJob:
                 "this rank has left the job: end the loop when `job.has_left` is set"
             )
         if self._joining:
-            self._regroup(Change((), self._joining))
+            self._take_in()
         attempt = self._attempt = Attempt()
         self._writes_before = self._count_writes()
         try:
@@ -548,6 +553,19 @@ class ElasticJob:
             members.wait_for_all()
         self._regroup(Change(change.leaving, ()))
 
+    def _take_in(self) -> None:
+        """Make processes members that want to join.
+
+        Members may be at different places between two attempts: all meet before they are
+        interrupted, since those that are late for an agreement count as hung.
+        """
+        try:
+            self._members.wait_for_all()
+        except Exception as error:
+            self._go_on(error)
+        else:
+            self._regroup(Change((), self._joining))
+
     def _regroup(self, change: Change) -> None:
         """Agree on the next members, and take over the state, though nothing has failed."""
         members = self._members
@@ -561,10 +579,7 @@ class ElasticJob:
             members.agree()
         except StoreGoneError as again:
             error = again
-        joining = self._joining
         self._go_on(error)
-        if change.leaving and error is None:
-            self._joining = joining
 
     def _depart(self, is_last: bool) -> None:
         """End this rank's part in the job, after it has handed over what only it held.
@@ -595,23 +610,24 @@ class ElasticJob:
 
         Args:
             error: None if the members have agreed already.
+
+        Raises:
+            Exception: the error where this rank cannot go on; any of the agreement itself.
         """
         before = self._member_ranks
         self._joining = ()  # they are asked again, since some members may not have heard of them
         if self._is_completing and error is not None:
             raise error  # this rank cannot complete the step, as it has promised
         while True:
+            if error is not None and self._agree(error) is None:
+                self.is_finished = True
+                return
             try:
-                if error is not None and self._agree(error) is None:
-                    self.is_finished = True
-                    return
                 self._rebuild()
                 break
             except (ElasticJobError, StateLostError):
                 raise
             except Exception as again:
-                if again is error:  # this rank cannot go on
-                    raise
                 error = again
         member = self._members.member
         lost = tuple(rank for rank in before if rank not in member.members)
@@ -656,7 +672,9 @@ class ElasticJob:
         source = decision.source
         numbers = _numbers(source.members, self._members.member.members)
         version = self._held_version(source)
-        holding = _Holding(False, False, False, self._redundant_steps())
+        has_layouts = source.epoch in self._layouts
+        steps = self._redundant_steps()
+        holding = _Holding(False, False, False, steps, self._knows_losses, has_layouts)
         if version is not None:
             holding = holding._replace(
                 is_inside=True,
@@ -721,6 +739,7 @@ class ElasticJob:
             if version is None:
                 step, structure, copies, sent_mesh, run = told
                 self.losses, self.first_step = run
+                self._knows_losses = True
                 own = self._last or Snapshot(like)
                 tree = with_empty_parts(structure, sent_mesh.outside(), own.tree())
                 version = StateCopy(step, tree, copies, {}, 0)
@@ -760,22 +779,46 @@ class ElasticJob:
             self._members.member = protocol.go_back(member, step)
             return recover(copied, like, _numbers(before, member.members))
         if newest is None or self._checkpoint is None:
-            self._raise_lost(decision)
+            self._raise_lost(decision, told)
         self._members.member = protocol.go_back(member, newest)
+        self._tell_losses(told, newest)
         return load(self._checkpoint, like, step=newest)
 
-    def _raise_lost(self, decision: Decision) -> NoReturn:
+    def _tell_losses(self, told: Mapping[int, _Holding], step: int) -> None:
+        """Tell ranks that have just joined the losses, where they get the state of a checkpoint."""
+        knowing = [rank for rank, one in told.items() if one.knows_losses]
+        if len(knowing) == len(told):
+            return
+        run = self.losses, self.first_step
+        told_run = facts_of(_everybody(), knowing[0], run) if knowing else ([], step)
+        if not self._knows_losses:
+            self.losses, self.first_step = told_run
+            self._knows_losses = True
+
+    def _raise_lost(self, decision: Decision, told: Mapping[int, _Holding]) -> NoReturn:
+        """Raise StateLostError, with the same text on every rank."""
         source = decision.source
-        held = [source.members.index(rank) for rank in decision.providers]
-        layouts = self._layouts.get(source.epoch)
-        lost = [] if layouts is None else missing_parts(layouts.tree(), held)
-        more = f" and {len(lost) - _SHOWN} more" if len(lost) > _SHOWN else ""
-        raise StateLostError(
-            f"after step {source.step} only ranks that are lost held {len(lost)} parts of the "
-            "state, and there is no checkpoint (checkpoint=); replicate it along another axis of "
-            f"the mesh, or use redundancy=1: {', '.join(lost[:_SHOWN])}{more}",
-            {},
+        lost: list[str] = []
+        count = 0
+        if knowing := [rank for rank, one in told.items() if one.has_layouts]:
+            layouts = self._layouts.get(source.epoch)
+            if layouts is not None:
+                held = [source.members.index(rank) for rank in decision.providers]
+                lost = missing_parts(layouts.tree(), held)
+            lost, count = facts_of(_everybody(), knowing[0], (lost[:_SHOWN], len(lost)))
+        more = f" and {count - _SHOWN} more" if count > _SHOWN else ""
+        text = (
+            f"only ranks that are lost held {count} parts of the state, and there is no checkpoint "
+            "(checkpoint=); replicate it along another axis of the mesh, or use redundancy=1: "
+            f"{', '.join(lost)}{more}"
         )
+        if not count:
+            text = (
+                f"{ranks_text(decision.providers) or 'no rank'} of those that are left had the "
+                "state of this step, and there is no checkpoint (checkpoint=) that all could go "
+                "back to"
+            )
+        raise StateLostError(f"after step {source.step} {text}", {})
 
     # -- the end -----------------------------------------------------------------------------------
 

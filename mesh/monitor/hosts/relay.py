@@ -85,6 +85,7 @@ _MOST_HEAD = 1 << 18  # bytes of a host's state, for each of its ranks
 _FRESH_NS = 1_000_000_000  # a rank whose heartbeat is older does not publish for its host
 _FAREWELL_S = 1.0  # for the others to read the last state of a host
 _LONGEST_STEP_S = 0.5  # time in which this process itself did not run says nothing about others
+_LONGEST_LOOK_S = 1.0  # that a host which does not answer makes a look elsewhere take
 # of the fingerprints of a group: the oldest may be overwritten while they are copied
 _ABOUT_TO_GO = 8
 
@@ -304,12 +305,16 @@ class Relay:
         self._publish()
         for host in self._others:
             self._fetch(host)
-        now = time.monotonic()
-        self._exchange_clock += min(now - self._last_exchange, _LONGEST_STEP_S)
-        self._last_exchange = now
+        self._advance(_LONGEST_STEP_S)
         self._answered_at = self._look_clock
         if any(now_silent > _DOUBT_S for now_silent in map(self._silence, self._others)):
             self._job.look_elsewhere()
+            self._advance(_LONGEST_LOOK_S)
+
+    def _advance(self, longest_s: float) -> None:
+        now = time.monotonic()
+        self._exchange_clock += min(now - self._last_exchange, longest_s)
+        self._last_exchange = now
 
     def _silence(self, host: Host) -> float:
         return self._exchange_clock - host.heard

@@ -22,7 +22,11 @@ from shardmesh.mesh.monitor.startup.rank_info import RankInfo
 COPY = Copy(3, 1, 1, (0, 2, 3))
 FAILURE = Failure(2, 3, "ValueError: no more data")
 REPORT = ToldReport(protocol.report(protocol.first_member(2, (0, 2, 3), 0)), FAILURE)
-DECISION = ToldDecision(Decision(2, (0, 3), COPY, (0, 3), ()), (FAILURE, Failure(-1, 3, "")))
+INFO = RankInfo(1, "host", 12, "boot/pid", 34, 0, "", {})
+ANNOUNCED = Announcement("0123456789abcdef", INFO, StoreAddress("127.0.0.1", 41001))
+DECISION = ToldDecision(
+    Decision(2, (0, 3, 4), COPY, (0, 3), ()), (FAILURE, Failure(-1, 3, "")), {4: ANNOUNCED}
+)
 
 
 def test_reports_and_decisions_are_read_as_they_were_written():
@@ -66,6 +70,8 @@ def test_another_report_is_refused(text: str):
         replaced(DECISION.to_json(), "decision", 4, [-1]),
         replaced(DECISION.to_json(), "failures", 0, [0, 1]),
         replaced(DECISION.to_json(), "failures", 0, {}),
+        json.dumps({**json.loads(DECISION.to_json()), "joining": {"5": ANNOUNCED.to_json()}}),
+        json.dumps({**json.loads(DECISION.to_json()), "joining": {"4": "{}"}}),
     ],
 )
 def test_another_decision_is_refused(text: str):
@@ -78,8 +84,6 @@ def test_a_reason_is_not_longer_than_a_line_or_two():
     assert len(shortened_reason(ValueError("x" * 10_000))) == 500
 
 
-INFO = RankInfo(1, "host", 12, "boot/pid", 34, 0, "", {})
-ANNOUNCED = Announcement("0123456789abcdef", INFO, StoreAddress("127.0.0.1", 41001))
 WELCOME = Welcome(4, 0, protocol.Write.UNDO, 3, "gloo", DECISION, {0: ANNOUNCED, 4: ANNOUNCED})
 
 

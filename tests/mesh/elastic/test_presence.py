@@ -25,12 +25,14 @@ class Elsewhere:
     Attributes:
         answers: what the host of a rank answers.
         asked: which ranks were asked.
+        probe_s: seconds that a probe takes.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.answers: dict[int, Answer] = {}
         self.asked: list[int] = []
         self.now = 1000.0
+        self.probe_s = 0.0
         monkeypatch.setattr(presence_module, "ask", self.ask)
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
         own = own_rank_info(0, {}, 0, {})
@@ -41,6 +43,7 @@ class Elsewhere:
 
     def ask(self, addresses: Mapping[int, StoreAddress]) -> dict[int, Answer]:
         self.asked += addresses
+        self.now += self.probe_s
         return {rank: self.answers.get(rank, Answer.THERE) for rank in addresses}
 
     def look(self, ranks: list[int], seconds: float) -> None:
@@ -100,6 +103,16 @@ def test_a_silent_host_is_cut_off_with_all_of_its_ranks(elsewhere: Elsewhere):
     assert not elsewhere.presence.gone
     elsewhere.look([2], 2.0)
     assert elsewhere.presence.cut_off == {2, 3}
+
+
+def test_the_time_of_a_probe_without_an_answer_counts(elsewhere: Elsewhere):
+    elsewhere.answers[2] = Answer.NONE
+    elsewhere.probe_s = 1.0
+    start = elsewhere.now
+    while not elsewhere.presence.gone:
+        elsewhere.now += 0.1
+        elsewhere.presence.look([2])
+    assert elsewhere.now - start < SILENT_S + 2.5
 
 
 def test_silence_begins_anew_after_an_answer(elsewhere: Elsewhere):

@@ -157,6 +157,23 @@ def test_what_nobody_holds_is_said():
     assert (decision.source, decision.providers, decision.lost) == (before, (), (0, 1))
 
 
+def test_a_version_from_before_a_rank_joined_is_not_asked_of_it():
+    """A rank ends while another one joins: some have confirmed, and all have what was before."""
+    before = Copy(5, 0, 0, (0, 1, 2))
+    after = Copy(5, 0, 1, (0, 1, 2, 3))
+    decision = protocol.Decision(1, after.members, before, before.members, ())
+    leader = protocol.interrupt(protocol.first_member(0, before.members, 0))
+    leader = protocol.lose(protocol.adopt(leader, decision), [2])
+    reports = {
+        rank: Report(rank, 1, after, copies)
+        for rank, copies in [(0, (after, before)), (1, (before,)), (3, (after,))]
+    }
+    decision = protocol.decide(leader, reports, None, lambda *_: ())
+    assert decision is not None
+    assert (decision.source, decision.providers) == (before, (0, 1))
+    assert decision.is_held_by_all
+
+
 def test_a_leader_waits_for_all_that_it_does_not_know_to_be_lost():
     before = Copy(0, 0, 0, (0, 1, 2, 3))
     leader = protocol.lose(protocol.first_member(0, (0, 1, 2, 3), 0), [1])

@@ -259,6 +259,56 @@ def test_ranks_of_an_elastic_job_do_not_end_each_other(capfd):
     assert "shardmesh: launch: rank 1 of 3 was killed by SIGKILL before" in printed
 
 
+class EndedProcess:
+    """A process that has ended, and its pipe, on which nothing has arrived."""
+
+    sentinel = 0
+
+    def __init__(self, exitcode: int) -> None:
+        self.exitcode = exitcode
+
+    def poll(self) -> bool:
+        return False
+
+    def kill(self) -> None:
+        pass
+
+    join = kill
+
+
+def ended_rank(rank: int, exitcode: int, result: bytes = b"") -> local_processes._LocalRank:
+    process = EndedProcess(exitcode)
+    return local_processes._LocalRank(rank, process, process, result=result)  # type: ignore
+
+
+def test_ranks_that_a_signal_has_ended_are_not_started_again(monkeypatch):
+    monkeypatch.setattr(local_processes, "wait", lambda *_: [])
+    for signals, expected in (([], [0]), ([signal.SIGTERM], [])):
+        started: list[int] = []
+        ranks = [ended_rank(0, -signal.SIGTERM), ended_rank(1, 0, b"result")]
+        local_processes._wait(ranks, None, True, 2, started.append, signals)
+        assert started == expected
+
+
+def test_a_signal_at_the_end_does_not_turn_an_earlier_loss_into_an_error():
+    ranks = [ended_rank(0, -signal.SIGKILL), ended_rank(1, 0, b"result")]
+    for rank in ranks:
+        rank.update()
+    assert not local_processes._has_ended_by(ranks, [signal.SIGTERM])
+    assert not local_processes._has_ended_by(ranks, [])
+    assert local_processes._has_ended_by(ranks, [signal.SIGKILL])
+
+
+def test_the_first_failure_of_a_rank_that_was_started_again_is_raised():
+    first, second = ended_rank(0, -signal.SIGKILL), ended_rank(0, 1)
+    for rank in (first, second):
+        rank.update()
+    assert first.failure is not None
+    second.before = (first.failure,)
+    with pytest.raises(LaunchError, match=r"^rank 0 of 1 was killed by SIGKILL.*(\n.*)*code 1"):
+        local_processes._raise_first_failure([second], [], True)
+
+
 @pytest.mark.slow
 def test_an_elastic_job_whose_ranks_have_all_failed_raises():
     with pytest.raises(LaunchError, match="the reason of rank"):

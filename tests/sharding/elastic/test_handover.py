@@ -23,14 +23,14 @@ def test_each_box_that_nobody_else_has_goes_to_one_rank_that_stays():
         "both": Layout.of(mesh, P(("r", "s")), (5,)),  # the last rank has nothing
         "scalar": Layout.of(mesh, P(), ()),
     }
-    placement = place_parts(layouts, [1, 4])
+    placement = place_parts(layouts, [1, 4], range(6))
     sent = [(name, box) for parts in placement.sent.values() for name, box, _ in parts]
     assert sorted(sent) == [("both", ((1, 2),)), ("both", ((4, 5),)), ("rows", ((3, 6), (0, 2)))]
     for (sender, receiver), parts in placement.sent.items():
         assert sender in (1, 4)
         assert receiver not in (1, 4)
         assert all(size == 4 * box_size(box) for _, box, size in parts)
-    assert place_parts(layouts, range(6)).sent == {}
+    assert place_parts(layouts, range(6), range(6)).sent == {}
 
 
 @pytest.mark.parametrize("leaving", [[0], [1, 2], [3]])
@@ -64,3 +64,21 @@ def test_the_others_recover_from_copies_bit_for_bit(leaving: list[int]):
         assert torch.equal(values[0], whole)
         assert torch.equal(values[1], whole[:2].double())
         assert values[2] == 5
+
+
+def test_a_tensor_whose_own_mesh_leaves_goes_to_other_ranks():
+    @sm.simulate(4)
+    def handing_over() -> Any:
+        mesh = sm.init_device_mesh("cpu", (4,), axis_names=("s",))
+        part = sm.DeviceMesh("cpu", [2, 3], axis_names=("s",))
+        whole = torch.arange(10.0)
+        state = {"w": sm.distribute_tensor(whole, part, P("s"), src_data_rank=None)}
+        version = hand_over(state, 5, mesh, [2, 3])
+        if mesh.get_rank() in (2, 3):
+            return None
+        after = sm.DeviceMesh("cpu", [0, 1], axis_names=("s",))
+        like = {"w": sm.distribute_tensor(torch.zeros(10), after, P("s"), src_data_rank=None)}
+        return sm.elastic.recover(version, like, [0, 1])["w"].full_tensor()
+
+    for values in handing_over()[:2]:
+        assert torch.equal(values, torch.arange(10.0))

@@ -1,0 +1,125 @@
+"""Members agree on who joins, though not all of them have heard of it: one process, with stores."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from torch.distributed import TCPStore
+
+from shardmesh.mesh.elastic import joining, protocol
+from shardmesh.mesh.elastic.joining import newcomers, next_number
+from shardmesh.mesh.elastic.membership import Change, ElasticJobError, Membership
+from shardmesh.mesh.elastic.messages import Announcement
+from shardmesh.mesh.elastic.presence import Presence
+from shardmesh.mesh.elastic.rank_stores import StoreAddress, serve_store
+from shardmesh.mesh.errors import LaunchEnvironmentError
+from shardmesh.mesh.monitor.recording.job_directory import born
+from shardmesh.mesh.monitor.startup.rank_info import own_rank_info
+
+OWN = own_rank_info(0, {}, 0, {})
+OTHER = replace(OWN, pid=os.getppid(), born=born(os.getppid()))  # a process that lives
+JOINER = Announcement("0123456789abcdef", OTHER, StoreAddress("127.0.0.1", 9))
+
+
+def member_of(rank: int, members: tuple[int, ...], address: StoreAddress) -> Membership:
+    """Return a member whose groups and monitor nobody has started."""
+    one = Membership.__new__(Membership)
+    one.member = protocol.first_member(rank, members, members[0])
+    one.min_ranks, one.size, one._backend = 1, len(members), "gloo"
+    one.failures, one.verdict, one.is_finished = (), "", False
+    one._electorate = members
+    one._prefix, one._connection, one._awaited = "job", None, {}
+    one._infos = dict.fromkeys(members, OWN)
+    one._addresses = dict.fromkeys(members, address)
+    one._presence = Presence(rank, one._infos, one._addresses)
+    one._missing_parts = lambda *_: ()
+    one._monitor, one._suspended, one._worlds_before = None, [], []
+    one._failure, one._told = None, None
+    one._failed, one._failed_ranks = Counter(), Counter()
+    one._own_token, one._candidates, one._joining, one._taken = "0" * 16, (), {}, set()
+    return one
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[list[Membership], TCPStore]]:
+    store, address = serve_store()
+    members = [member_of(rank, (0, 1), address) for rank in (0, 1)]
+    yield members, store
+    for one in members:
+        one.close()
+
+
+def agree(members: list[Membership]) -> None:
+    threads = [threading.Thread(target=one.agree, daemon=True) for one in members]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+        assert not thread.is_alive()
+
+
+def test_the_decision_tells_who_joins(pair: tuple[list[Membership], TCPStore]):
+    members, _store = pair
+    members[0].pause(Change((), (JOINER,)))
+    members[1].member = protocol.interrupt(members[1].member)  # it has not heard of it
+    agree(members)
+    for one in members:
+        assert one.member.members == (0, 1, 2)
+        assert (one._infos[2], one._addresses[2]) == (JOINER.info, JOINER.address)
+        assert one._presence.is_near(2)
+        assert one._taken == {JOINER.token}
+        assert one.verdict == "rank 2 joined"
+
+
+def test_who_joins_is_asked_again_if_the_leader_has_not_heard_of_it(
+    pair: tuple[list[Membership], TCPStore],
+):
+    members, _store = pair
+    members[0].member = protocol.interrupt(members[0].member)
+    members[1].pause(Change((), (JOINER,)))
+    agree(members)
+    for one in members:
+        assert one.member.members == (0, 1)
+        assert not one._taken
+        assert not one._candidates
+
+
+def test_a_rank_whose_number_another_process_has_does_not_go_on(
+    pair: tuple[list[Membership], TCPStore],
+):
+    """As one that joined in an epoch which the others have not begun."""
+    members, _store = pair
+    members[0].pause(Change((), (JOINER,)))
+    members[1].member = protocol.interrupt(members[1].member)
+    agree(members)
+    late = member_of(2, (0, 1, 2), members[0]._addresses[0])
+    late.member = protocol.interrupt(late.member)
+    late._own_token = "f" * 16
+    with pytest.raises(ElasticJobError, match="go on without it"):
+        late.agree()
+    late.close()
+
+
+def test_numbers_are_not_those_of_an_epoch_that_others_have_begun():
+    reports = [protocol.report(protocol.first_member(0, (0, 1, 4), 0))]
+    assert next_number([0, 1, 2], reports) == 5
+    assert next_number([0, 1, 7], reports) == 8
+
+
+def test_a_process_is_taken_in_once():
+    gone = JOINER._replace(token="1" * 16, info=replace(OTHER, born=OTHER.born + 1))
+    assert newcomers([JOINER, JOINER, gone], (), [OWN]) == [JOINER]
+    assert newcomers([JOINER], {JOINER.token}, [OWN]) == []
+    assert newcomers([JOINER], (), [OWN, OTHER]) == []
+
+
+def test_a_process_does_not_wait_for_a_job_on_several_hosts():
+    far = JOINER._replace(info=replace(OTHER, machine="elsewhere"))
+    joining._refuse_other_hosts({0: JOINER})
+    with pytest.raises(LaunchEnvironmentError, match="ranks on other hosts"):
+        joining._refuse_other_hosts({0: JOINER, 1: far})
