@@ -89,7 +89,7 @@ def test_two_processes_of_one_rank(rank: int, start: Start) -> None:
 
 def test_a_second_process_of_a_rank_of_a_job_that_runs(start: Start) -> None:
     envs = by_hand(2)
-    *job, late = start([*envs, Rank(dict(envs[1]), delay=1.5)])
+    *job, late = start([*envs, Rank(dict(envs[1]), delay=3.0)])
     assert_all_started(job)
     assert "two processes are RANK=1" in late.text
     assert f"The job has started already, with process {job[1].pid}" in late.text
@@ -177,7 +177,7 @@ def test_a_rank_of_another_job(start: Start, launcher: dist.TCPStore) -> None:
 
 def test_another_job_by_hand_on_one_port(start: Start) -> None:
     envs = by_hand(2)
-    *job, intruder, stray = start([*envs, *(Rank(dict(env), delay=1.5) for env in envs)])
+    *job, intruder, stray = start([*envs, *(Rank(dict(env), delay=3.0) for env in envs)])
     assert_all_started(job)
     assert all(
         "The job has started already, with process" in late.text for late in (intruder, stray)
