@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from ...mesh.comm.thread_context import thread_context
@@ -187,7 +187,10 @@ class Recordings(list[Any]):
         """
         known: dict[str, Sequence[Any]] = {}
         why, count = "", 0
-        for entry in self._candidates():
+        before = thread_context.graphs_before
+        for entry in reversed(self):
+            if before is not None and entry.number > before:
+                continue
             change = entry.change(leaves)
             if change is None:
                 count += 1
@@ -200,16 +203,12 @@ class Recordings(list[Any]):
 
     def before_reads(self, leaves: Sequence[Any]) -> Selected:
         """Return the newest recording that holds for a call but for the values it has read."""
-        why = ""
-        for entry in self._candidates():
+        why, before = "", thread_context.graphs_before
+        for entry in reversed(self):
+            if before is not None and entry.number > before:
+                continue
             change = entry.change(leaves)
             if change is None:
                 return Selected(entry, (), "", 1)
             why = why or change
         return Selected(None, (), why, 0)
-
-    def _candidates(self) -> Iterator[Any]:
-        before = thread_context.graphs_before
-        for entry in reversed(self):
-            if before is None or entry.number <= before:
-                yield entry

@@ -174,7 +174,7 @@ def test_outlier_of_three(forked: Forked) -> None:
 
 
 def test_calls_of_torch(forked: Forked) -> None:
-    for output in outputs(forked(programs.calls_torch, 3, 3), status=1):
+    for output in outputs(forked(programs.calls_torch, 3, 3), status=None):
         assert (
             "rank 1 called another collective than ranks 0, 2 as number 3 of torch's default group"
             in output
