@@ -22,12 +22,12 @@ from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from enum import Enum, auto
 
+from ..monitor.hosts.relay import OwnClock
 from ..monitor.startup.rank_info import RankInfo, machine
 from .rank_stores import StoreAddress
 
 _PROBE_S = 1.0  # for an answer: a host that is there answers within milliseconds
 _EVERY_S = 0.5  # between two probes
-_LONGEST_STEP_S = 0.5  # time in which this process itself did not run says nothing about others
 _SHARE = 0.5  # share of the time until a host counts as silent in which its end must be seen
 
 
@@ -53,7 +53,6 @@ class Presence:
             not do what this one waits for.
         ended: ranks whose process has ended, without having gone on without this rank.
         cut_off: ranks of other hosts that count as lost, though nobody has seen their end.
-        clock: seconds, without those in which this process did not run.
     """
 
     def __init__(
@@ -66,11 +65,15 @@ class Presence:
         self.silent_s = self.late_s = math.inf
         self.ended: set[int] = set()
         self.cut_off: set[int] = set()
-        self.clock = 0.0
-        self._looked_at = time.monotonic()
+        self._clock = OwnClock()
         self._next_probe = 0.0
         self._silent_since: dict[int, float] = {}
         self._heard_at = dict.fromkeys(infos, time.monotonic())
+
+    @property
+    def clock(self) -> float:
+        """Seconds, without those in which this process did not run."""
+        return self._clock.seconds
 
     @property
     def gone(self) -> set[int]:
@@ -114,8 +117,7 @@ class Presence:
         Ranks of other hosts are asked from time to time; that takes up to a second if one does not
         answer.
         """
-        now = time.monotonic()
-        self._advance(now, _LONGEST_STEP_S)
+        self._clock.advance()
         near = self.near(ranks)
         self.ended |= {rank for rank in near if rank != self._rank and self._infos[rank].is_gone()}
         far = set(ranks) - set(near) - self.ended
@@ -125,10 +127,10 @@ class Presence:
 
     def probe(self, ranks: Collection[int]) -> None:
         """Ask ranks of other hosts, now."""
-        self._advance(time.monotonic(), _LONGEST_STEP_S)
+        self._clock.advance()
         answers = ask({rank: self._addresses[rank] for rank in ranks})
         now = time.monotonic()
-        self._advance(now, _PROBE_S)
+        self._clock.advance(_PROBE_S)
         for rank, answer in answers.items():
             if answer is Answer.ENDED:
                 is_fresh = now - self._heard_at[rank] < _SHARE * self.silent_s
@@ -139,10 +141,6 @@ class Presence:
             elif self.clock - self._silent_since.setdefault(rank, self.clock) > self.silent_s:
                 host = self._infos[rank].machine
                 self.cut_off |= {r for r, info in self._infos.items() if info.machine == host}
-
-    def _advance(self, now: float, longest_s: float) -> None:
-        self.clock += min(now - self._looked_at, longest_s)
-        self._looked_at = now
 
     def give_up_late(self, since: Mapping[int, float]) -> None:
         """Count ranks of other hosts as cut off for which this one has waited for too long.

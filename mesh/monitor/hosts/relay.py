@@ -84,7 +84,7 @@ _FEW_HOSTS = 8
 _MOST_HEAD = 1 << 18  # bytes of a host's state, for each of its ranks
 _FRESH_NS = 1_000_000_000  # a rank whose heartbeat is older does not publish for its host
 _FAREWELL_S = 1.0  # for the others to read the last state of a host
-_LONGEST_STEP_S = 0.5  # time in which this process itself did not run says nothing about others
+_LONGEST_STEP_S = 0.5  # between two looks of a process that runs
 _LONGEST_LOOK_S = 1.0  # that a host which does not answer makes a look elsewhere take
 # of the fingerprints of a group: the oldest may be overwritten while they are copied
 _ABOUT_TO_GO = 8
@@ -144,6 +144,30 @@ def start_relay(job: Job, store: Any) -> Relay | None:
     return relay
 
 
+class OwnClock:
+    """Seconds in which this process ran, by which it measures the silence of others.
+
+    It stops while the process is stopped, which says nothing about others.
+
+    Attributes:
+        seconds: since the clock was made.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._looked_at = time.monotonic()
+
+    def advance(self, longest_s: float = _LONGEST_STEP_S) -> None:
+        """Count the time since the last look.
+
+        Args:
+            longest_s: how much of it counts at most: what this process may have done since.
+        """
+        now = time.monotonic()
+        self.seconds += min(now - self._looked_at, longest_s)
+        self._looked_at = now
+
+
 class Relay:
     """Publish for this host when this rank has to, and compare with neighbours elsewhere.
 
@@ -164,11 +188,10 @@ class Relay:
         self._own_ranks: tuple[int, ...] = ()
         self._others: list[Host] = []
         self._sources: dict[int, BufferSource] = {}
-        # Two clocks that stop while this process is stopped, so that it does not blame others for
-        # its own silence. `_exchange_clock` goes with exchanges: hosts are silent by it.
-        # `_look_clock` goes with the watchdog's looks: the store is, since it read `_answered_at`.
-        self._exchange_clock = self._look_clock = self._answered_at = 0.0
-        self._last_look = self._last_exchange = time.monotonic()
+        # `_exchange_clock` goes with exchanges: hosts are silent by it. `_look_clock` goes with the
+        # watchdog's looks: the store is, since it read `_answered_at`.
+        self._exchange_clock, self._look_clock = OwnClock(), OwnClock()
+        self._answered_at = 0.0
         # (group, collective) -> when a difference was first seen, in ns
         self._suspicion: dict[tuple[int, int], int] = {}
         # (group, neighbour) -> how many collectives have been compared with its copy
@@ -218,7 +241,7 @@ class Relay:
             if self._is_speaker():
                 self._try_to(self._exchange)
             else:
-                self._answered_at = self._look_clock
+                self._answered_at = self._look_clock.seconds
         is_last = self._job.standing() is not None or not self._living()
         if self._others and self._says_farewell and is_last:
             self._try_to(self._publish_last)
@@ -305,19 +328,14 @@ class Relay:
         self._publish()
         for host in self._others:
             self._fetch(host)
-        self._advance(_LONGEST_STEP_S)
-        self._answered_at = self._look_clock
+        self._exchange_clock.advance()
+        self._answered_at = self._look_clock.seconds
         if any(now_silent > _DOUBT_S for now_silent in map(self._silence, self._others)):
             self._job.look_elsewhere()
-            self._advance(_LONGEST_LOOK_S)
-
-    def _advance(self, longest_s: float) -> None:
-        now = time.monotonic()
-        self._exchange_clock += min(now - self._last_exchange, longest_s)
-        self._last_exchange = now
+            self._exchange_clock.advance(_LONGEST_LOOK_S)
 
     def _silence(self, host: Host) -> float:
-        return self._exchange_clock - host.heard
+        return self._exchange_clock.seconds - host.heard
 
     def _publish_last(self) -> None:
         """Publish the last state of a host.
@@ -447,7 +465,7 @@ class Relay:
             _, rank, start = key.split("/")
             self._check_part(key, data, int(rank), int(start))
         host.beat = state["beat"]
-        host.heard = self._exchange_clock
+        host.heard = self._exchange_clock.seconds
         for rank, versions in _versions(state):
             prefix = f"page/{rank}/"
             self._copy(host, rank).write(
@@ -504,9 +522,7 @@ class Relay:
 
     def look(self) -> None:
         """Mark silent hosts, and compare this rank's collectives with copies of neighbours'."""
-        now = time.monotonic()
-        self._look_clock += min(now - self._last_look, _LONGEST_STEP_S)
-        self._last_look = now
+        self._look_clock.advance()
         if self._others and self._is_speaker():
             self._note_silence()
         for recorder in self._job.recorders:
@@ -515,7 +531,7 @@ class Relay:
 
     def _note_silence(self) -> None:
         """Mark hosts as lost that are silent, or all if the store does not answer this one."""
-        unanswered = self._look_clock - self._answered_at
+        unanswered = self._look_clock.seconds - self._answered_at
         store = f"the store at {self._address}"
         for host in self._others:
             silent = self._silence(host)

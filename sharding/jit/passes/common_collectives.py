@@ -119,9 +119,9 @@ class _Values:
     def visit(self, node: fx.Node) -> Any:
         """Visit the next node of the graph; return the key of the value that it computes."""
         operands = [self._content(x) for x in node.all_input_nodes]
-        names = {x: i for i, x in enumerate(node.all_input_nodes)}
+        places: dict[Any, Any] = {x: _Operand(i) for i, x in enumerate(node.all_input_nodes)}
         own_args = node.args[:-1] if node.target in OPERATORS else node.args  # without the line
-        args = map_arg((own_args, node.kwargs), lambda x: _Operand(names[x]))  # type: ignore[arg-type,return-value]
+        args = map_arg((own_args, node.kwargs), places.__getitem__)
         # These write at most their operand, which `is_written` sees.
         communicates = node.target in OPERATORS or node.target is WAIT
         known = communicates or (
