@@ -136,7 +136,8 @@ def _inside(module: nn.Module) -> Iterator[nn.Module]:
     Single layers are left out: they are a few operators.
     """
     for child in module.children():
-        is_called = type(child).forward is not nn.Module.forward
+        has_forward = type(child).forward is not nn.Module.forward
+        is_called = has_forward and not getattr(child, "_shardmesh_uncalled", False)
         if is_called and _is_whole(child) and next(child.children(), None) is not None:
             yield child
         else:

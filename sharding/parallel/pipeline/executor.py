@@ -28,7 +28,7 @@ from .losses import MicrobatchLoss, Scales
 from .microbatches import Microbatch
 from .random_numbers import StepRandom
 from .split_backward import SplitBackward
-from .stages.stage import Stage
+from .stages.stage import Stages
 from .transport import Transport, local_of
 
 
@@ -91,7 +91,7 @@ class StepRun:
 
     def __init__(
         self,
-        stages: dict[int, Stage],
+        stages: Stages,
         last_stage: int,
         microbatches: Sequence[Microbatch],
         signatures: Sequence[Hashable],
@@ -183,7 +183,8 @@ class StepRun:
         self._current = running
         try:
             with seeded, recording:
-                result = self._stages[stage](tuple(carried), microbatch.args, microbatch.kwargs)
+                call = self._stages.calls[stage]
+                result = call(tuple(carried), microbatch.args, microbatch.kwargs)
                 for value in running.added:  # here, outside of what a unit recomputes
                     self._add_root(running, value, self._scales[number].mean)
                 if stage == self._last_stage:

@@ -37,7 +37,7 @@ from .stage_tensors import StageTensors
 from .stages.precision import merge_precisions, precision_of
 from .stages.recording import Recorder
 from .stages.split import Split, default_split
-from .stages.stage import Stage
+from .stages.stage import Stages
 from .stages.staged_model import StagedModel
 from .state import WholeModel
 from .tied import TiedParameters, tied_names
@@ -195,7 +195,8 @@ class Pipeline:
     Attributes:
         model: the whole model. Modules of other ranks' stages have their parameters on "meta".
         stages: this rank's stages, by number: modules whose parameters have the model's own names.
-            Apply `parallelize` and `fully_shard` to them, before the first step.
+            Apply `parallelize` and `fully_shard` to them, before the first step; then a stage may
+            be compiled, `pipe.stages[0] = sm.jit(pipe.stages[0])`.
         mesh, axis: where the pipeline runs.
         schedule: of `microbatches` microbatches.
         microbatches: the number of parts of a batch.
@@ -248,7 +249,7 @@ class Pipeline:
         return self._schedules.of(self.microbatches)
 
     @property
-    def stages(self) -> dict[int, Stage]:
+    def stages(self) -> Stages:
         return self._staged.stages
 
     @property
@@ -532,7 +533,7 @@ class Pipeline:
 
         Raises:
             RuntimeError: no stage runs; on every rank, the call is between units, which every stage
-                computes; inside of a reentrant checkpoint.
+                computes; inside of a reentrant checkpoint; in what `sm.jit` has compiled.
         """
         recorder = thread_context.module_calls
         if isinstance(recorder, Recorder):
@@ -549,6 +550,11 @@ class Pipeline:
             return
         if self._run is None:
             raise RuntimeError("add_loss: no stage runs; call it in the forward of the model")
+        if thread_context.in_joined_function:
+            raise RuntimeError(
+                "add_loss: called in what sm.jit has compiled, whose graph would not add the loss; "
+                "leave this block or stage uncompiled"
+            )
         self._run.add_loss(value)
 
     # -- parts of a step ---------------------------------------------------------------------------
@@ -565,14 +571,6 @@ class Pipeline:
         Communication: at the first call of a kind, one all_gather of small objects; one small
         all_reduce over the data-parallel ranks.
         """
-        for stage in self.stages.values():
-            if not isinstance(stage, Stage):
-                raise TypeError(
-                    f"pipeline: pipe.stages has a {type(stage).__name__} in place of a stage. A "
-                    "stage is not compiled as a whole, since its forward is the model's own; "
-                    "compile the blocks in it: block.compile(), or sm.jit(block) in place of "
-                    "each block of the model, before `pipeline`"
-                )
         if self._has_tied:
             self.whole.refresh_copies()
         if self._rows is not None:

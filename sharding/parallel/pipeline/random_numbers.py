@@ -19,6 +19,7 @@ from contextlib import contextmanager
 import torch
 
 from ....mesh.comm.current_world import current_world
+from ....mesh.comm.thread_context import thread_context
 from ...tensor.random import RandomStream
 
 _BEFORE_UNITS = -1
@@ -49,7 +50,7 @@ class StepRandom:
         if self._device_module is not None:
             device_state = self._device_module.get_rng_state()
         self._microbatch = number
-        self.after_unit(_BEFORE_UNITS)
+        self._seed_for(_BEFORE_UNITS)
         try:
             yield
         finally:
@@ -60,12 +61,44 @@ class StepRandom:
 
     def after_unit(self, number: int) -> None:
         """Seed for what follows a call of a unit, by the number of the call."""
+        if thread_context.recorder is not None and self._stream.drawn:
+            thread_context.recorder.refuse(
+                "a unit of a stage draws random ShardedTensors, whose seeds a graph of the stage "
+                "would not set",
+                "The units of the stage are compiled one by one.",
+            )
+        self._seed_for(number)
+
+    def _seed_for(self, number: int) -> None:
         seed = _hash_numbers(self._seed, self._microbatch, number)
         torch.default_generator.manual_seed(seed)
         if self._device_module is not None:
             self._device_module.manual_seed(seed)
         self._stream.seed = _hash_numbers(self._sharded_seed, self._microbatch, number)
         self._stream.drawn = 0
+
+
+@contextmanager
+def restored_in_recordings() -> Iterator[None]:
+    """Restore the generators at the end of the block if `sm.jit` records it.
+
+    Seeds that nothing draws from then leave no trace in the graph. A number that is drawn after
+    `after_unit` is refused by the recording.
+    """
+    if thread_context.recorder is None:
+        yield
+        return
+    stream = current_world().state(RandomStream)
+    sharded = stream.seed, stream.drawn
+    state = torch.default_generator.get_state()
+    device_state = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    try:
+        yield
+    finally:
+        stream.seed, stream.drawn = sharded
+        torch.default_generator.set_state(state)
+        if device_state is not None:
+            torch.cuda.set_rng_state(device_state)
 
 
 def _hash_numbers(*numbers: int) -> int:

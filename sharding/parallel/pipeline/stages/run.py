@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from .....mesh.comm.thread_context import thread_context
 from ....autograd.engine_hooks import saved_tensor_hooks
+from ..random_numbers import restored_in_recordings
 from .dependencies import Dependencies, Output, UnitCall
 from .recording import TensorMeta
 from .values import leaves_of, split_value
@@ -96,7 +97,7 @@ class StageRun:
             RuntimeError: the forward calls other units than it did when it was recorded.
         """
         try:
-            with thread_context.setting(module_calls=self):
+            with thread_context.setting(module_calls=self), restored_in_recordings():
                 result = model(*args, **kwargs)
         except _BoundaryReached:
             return tuple(self._values[output] for output in self._following)
@@ -221,8 +222,9 @@ def shared_tensors(tensors: Sequence[SharedTensor], device: torch.device) -> Ite
     """Put the tensors of a stage into the modules of the model for a run.
 
     Parameters stay there afterwards, for recomputation; what stands for a parameter in a forward,
-    such as a gathered one, does not.
+    such as a gathered one or that of a recording, does not.
     """
+    is_recorded = thread_context.recorder is not None
     transient: list[tuple[dict[str, Any], str, Any]] = []
     for shared in tensors:
         if shared.home is None:
@@ -231,7 +233,8 @@ def shared_tensors(tensors: Sequence[SharedTensor], device: torch.device) -> Ite
             value = _table(shared.home, shared)[shared.name]
         for module, name in shared.targets:
             table = _table(module, shared)
-            if shared.home is None or not isinstance(value, type(shared.meta)):
+            is_transient = is_recorded or not isinstance(value, type(shared.meta))
+            if shared.home is None or is_transient:
                 transient.append((table, name, table[name]))
             table[name] = value
     try:

@@ -72,6 +72,36 @@ class Stage(nn.Module):
         return f"index={self.index}"
 
 
+class Stages(dict[int, Stage]):
+    """The stages of a rank by number, and what runs each of them.
+
+        stages[1] = sm.jit(stages[1])       stages[1] is the stage as before, its calls are graphs
+
+    Attributes:
+        calls: by number, the stage, or what compiles it.
+    """
+
+    def __init__(self, stages: Mapping[int, Stage]) -> None:
+        super().__init__(stages)
+        self.calls: dict[int, nn.Module] = dict(stages)
+
+    def __setitem__(self, number: int, module: nn.Module) -> None:
+        """Let calls of a stage run what `sm.jit` has made of it, or the stage itself.
+
+        Raises:
+            TypeError: it is something else.
+        """
+        is_of_torch = type(module).__module__.partition(".")[0] == "torch"
+        inner = module if is_of_torch else getattr(module, "_orig_mod", module)
+        if inner is not self.get(number):
+            raise TypeError(
+                f"pipeline: pipe.stages[{number}] = {type(module).__name__}: assign sm.jit of the "
+                "stage, or the stage itself. torch.compile does not take a stage as a whole, since "
+                "its forward is the model's own; compile the blocks in it, by block.compile()"
+            )
+        self.calls[number] = module
+
+
 def fill_stage(
     stage: Stage,
     tree: ModuleTree,
@@ -126,9 +156,10 @@ def fill_stage(
 def _empty_copy(module: nn.Module) -> nn.Module:
     """Return a module of the same class with the same attributes and hooks, but no contents.
 
-    It has neither tensors nor submodules.
+    It has neither tensors nor submodules, and is never called.
     """
     empty = copy.copy(module)
+    empty.__dict__["_shardmesh_uncalled"] = True
     for table in ("_parameters", "_buffers", "_modules"):
         empty.__dict__[table] = {}
     return empty

@@ -25,6 +25,7 @@ from .run import AfterUnit, StageRun, shared_tensors
 from .signature import ModuleFlags, flags_of, set_flags, signature_of
 from .skeleton import on_meta
 from .split import Split, choose_boundaries, splittable_units, unit_costs
+from .stage import Stages
 from .units import ModuleTree, Place, join, module_tree, places_of
 
 _SIGNATURES = 128  # of which the dependencies are kept
@@ -144,7 +145,7 @@ class StagedModel:
         self._ownership = ownership
         self.tied = dict(ownership.tied)
         self._assembled = make_stages(self._tree, ownership, first, sorted(own_stages), self._run)
-        self.stages = {index: one.stage for index, one in self._assembled.items()}
+        self.stages = Stages({index: one.stage for index, one in self._assembled.items()})
         intercepted = _modules_to_intercept(self._tree, self._boundaries)
         self._paths = {id(module): path for path, module in intercepted.items()}
         for module in intercepted.values():
