@@ -7,6 +7,7 @@ the behaviour differs on purpose, docs/pipeline.md has a table.
 
 from __future__ import annotations
 
+import copy
 import csv
 from pathlib import Path
 from typing import Any
@@ -254,6 +255,110 @@ def test_frozen_input_layers_get_no_message() -> None:
         return report.by_op["permute"][0]
 
     assert sm.simulate(2)(program)() == [4, 4]  # the activations
+
+
+# -- models of test_schedule_multiproc and torchtitan ----------------------------------------------
+
+
+class ExampleCode(nn.Module):
+    """torch's model with parameters and a buffer of its own, between the layers of two stages."""
+
+    constant: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.second = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.register_buffer("constant", torch.randn(WIDTH))
+        self.linear0 = nn.Linear(WIDTH, WIDTH)
+        self.linear1 = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(torch.mm(x, self.first))
+        skip = self.constant.clone()  # a value without gradient, past the boundary
+        x = self.linear0(x)
+        x = torch.relu(x) + skip
+        return torch.relu(self.linear1(torch.mm(x, self.second)))
+
+
+@pytest.mark.parametrize("has_example", [False, True])
+def test_parameters_and_buffers_between_layers(has_example: bool) -> None:
+    def model() -> ExampleCode:
+        torch.manual_seed(4)
+        return ExampleCode().double()
+
+    def program() -> dict[str, Tensor | None]:
+        example = ((torch.empty(2, WIDTH, dtype=torch.float64, device="meta"),), {})
+        mesh = sm.init_device_mesh("cpu", (2,), axis_names=("pp",))
+        inputs: Any = example if has_example else None
+        pipe = pipeline(model(), mesh, split=["linear1"], schedule="zb_h1", example=inputs)
+        pipe.step(*rows(), loss_fn=F.mse_loss)
+        return grads_of(pipe)
+
+    one = model()
+    F.mse_loss(one(rows()[0]), rows()[1]).backward()
+    check_grads(sm.simulate(2)(program)(), one)
+
+
+class Decoder(nn.Module):
+    """torchtitan's form of a model: what a stage lacks is None or not in the ModuleDict."""
+
+    embedding: nn.Embedding | None
+    head: nn.Linear | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, WIDTH)
+        self.layers = nn.ModuleDict({str(number): Layer() for number in range(4)})
+        self.head = nn.Linear(WIDTH, 9)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = tokens if self.embedding is None else self.embedding(tokens)
+        for layer in self.layers.values():
+            x = layer(x)
+        return x if self.head is None else self.head(x)
+
+
+def part_of(whole: Decoder, layers: range) -> Decoder:
+    """Return a stage as torchtitan cuts it: a copy from which the rest is deleted."""
+    part = copy.deepcopy(whole)
+    part.embedding = part.embedding if 0 in layers else None
+    part.head = part.head if 3 in layers else None
+    for name in list(part.layers):
+        if int(name) not in layers:
+            del part.layers[name]
+    return part
+
+
+def test_stages_that_are_cut_by_copies() -> None:
+    def model() -> Decoder:
+        torch.manual_seed(5)
+        return Decoder().double()
+
+    ids = torch.arange(ROWS).view(ROWS, 1) % 9
+    targets = ids.flip(0)[:, 0]
+
+    def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(logits[:, 0], target)
+
+    def program(cut: bool) -> tuple[float, dict[str, Tensor | None]]:
+        mesh = sm.init_device_mesh("cpu", (2,), axis_names=("pp",))
+        whole = model()
+        ranges = [range(number, number + 1) for number in range(4)]
+        stages: Any = [part_of(whole, layers) for layers in ranges] if cut else whole
+        split = None if cut else ["layers.1", "layers.2", "layers.3"]
+        pipe = pipeline(stages, mesh, split=split, schedule="interleaved", microbatches=4)
+        loss = pipe.step(ids, targets, loss_fn=loss_fn)
+        # of a list, names begin with the number of the stage
+        return loss.item(), {n.split(".", 1)[1] if cut else n: g for n, g in grads_of(pipe).items()}
+
+    one = model()
+    expected = loss_fn(one(ids), targets)
+    expected.backward()
+    for cut in (True, False):
+        results = sm.simulate(2)(program)(cut)
+        assert results[0][0] == pytest.approx(expected.item(), abs=1e-12)
+        check_grads([grads for _, grads in results], one)
 
 
 # -- test_microbatch -------------------------------------------------------------------------------
