@@ -31,6 +31,7 @@ from ..monitor.process_hooks import start_monitor
 from ..monitor.startup.job_name import find_name
 from ..monitor.torch_calls import hooks
 from ..settings import settings
+from ..topology import torchrun_node_size
 from .torch_groups import calls
 from .torch_groups.new_group import add_host, has_host, is_default_backend, new_group, without_host
 from .torch_groups.works import (
@@ -458,6 +459,8 @@ class ProcessWorld(World):
             started; "" if it has no store.
         connect_s: seconds for the ranks of a new group of gloo to connect, once all are known to be
             there; as long as it takes by default.
+        node_size: how many consecutive ranks share a node, by the environment when the world began;
+            None for one node, or uneven ones.
     """
 
     monitor: Monitor | None
@@ -470,6 +473,7 @@ class ProcessWorld(World):
         self.from_torch: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.job = ""
         self.connect_s = math.inf
+        self.node_size = torchrun_node_size(size)
         if default is not None and size > 1:
             self._start_monitor()
 

@@ -291,11 +291,21 @@ class StageTensors:
 
         Communication: one all_gather of small objects over the axis.
         """
-        told = run_on_all(
-            self.group,
-            lambda: _map(lambda x: TensorMeta.of(self.layout_of(x)), dict(own)),
-            ValueError,
-        )
+        return self.merge(run_on_all(self.group, lambda: self.describe(own), ValueError))
+
+    def describe(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what other ranks need to know of this rank's entries.
+
+        Raises:
+            ValueError: as `layout_of`.
+        """
+        return _map(lambda x: TensorMeta.of(self.layout_of(x)), dict(own))
+
+    def merge(self, told: Mapping[int, Mapping[str, Any]]) -> WholeTree:
+        """Return what all ranks have, from what some of them have told, by rank.
+
+        Ranks of the same stage tell the same.
+        """
         holders: dict[str, dict[int, Any]] = {}
         for rank in sorted(told, key=self._places.of):
             for name, entry in told[rank].items():
