@@ -5,12 +5,13 @@ prefix    {"w": P("dp"), "layers": P()}    one value for a whole subtree: P("dp"
 
 None is a leaf, as in torch, except in a field of a dataclass; `flatten_without_none` leaves it out,
 as JAX does. Two kinds of trees are not torch's: the state that `checkpoint` saves, whose names and
-containers are part of the format (`checkpoint/tree.py`), and what models return in mappings and
-dataclasses that are not registered (`parallel/tensor/plain_calls.py`).
+containers are part of the format (`checkpoint/tree.py`), and what models take and return in
+mappings and dataclasses that are not registered (`nested_tensors`, `map_nested`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -176,6 +177,66 @@ def map_tensors(function: Callable[[Any], Any], items: Iterable[Any]) -> list[An
             item = kind(map_tensors(function, item))
         out.append(item)
     return out
+
+
+# -- arguments and results of modules --------------------------------------------------------------
+
+
+def nested_tensors(tree: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested lists, tuples, mappings and dataclasses, registered or not.
+
+    Other objects, such as caches, are opaque.
+    """
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from nested_tensors(item)
+    elif isinstance(tree, Mapping):
+        for item in tree.values():
+            yield from nested_tensors(item)
+    elif _is_dataclass_instance(tree):
+        for field in dataclasses.fields(tree):
+            yield from nested_tensors(getattr(tree, field.name, None))
+
+
+def map_nested(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """Return the tree with `function` applied to the tensors that `nested_tensors` yields.
+
+    A container in which nothing changes is returned itself.
+    """
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, (list, tuple)):
+        items = [map_nested(function, item) for item in tree]
+        if all(new is old for new, old in zip(items, tree, strict=True)):
+            return tree
+        if hasattr(tree, "_make"):
+            return tree._make(items)  # type: ignore[attr-defined]
+        return type(tree)(items)
+    if isinstance(tree, Mapping):
+        values: Mapping[str, Any] = tree
+    elif _is_dataclass_instance(tree):
+        values = {field.name: getattr(tree, field.name, None) for field in dataclasses.fields(tree)}
+    else:
+        return tree
+    mapped = {key: map_nested(function, old) for key, old in values.items()}
+    changed = {key: new for key, new in mapped.items() if new is not values[key]}
+    return _with_values(tree, changed) if changed else tree
+
+
+def _with_values(container: Any, changed: Mapping[str, Any]) -> Any:
+    """Return a mapping or dataclass with some values replaced; outputs of transformers are both."""
+    if not isinstance(container, Mapping):
+        return dataclasses.replace(container, **changed)
+    values = {**container, **changed}
+    if _is_dataclass_instance(container):
+        return type(container)(**values)
+    return type(container)(values)  # type: ignore[call-arg]
+
+
+def _is_dataclass_instance(x: Any) -> bool:
+    return dataclasses.is_dataclass(x) and not isinstance(x, type)
 
 
 # -- prefixes --------------------------------------------------------------------------------------

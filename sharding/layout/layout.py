@@ -26,7 +26,16 @@ from ...mesh.comm.dispatch_modes import outside_of_program_modes
 from ...mesh.comm.thread_context import thread_context
 from ...mesh.comm.transforms import outside_of_transforms
 from .bounded_cache import LayoutCache, keep
-from .spec import EACH, Cut, P, Placement, Sharding, as_spec, spec_to_placements
+from .spec import (
+    EACH,
+    Cut,
+    P,
+    Placement,
+    RaggedPlacements,
+    Sharding,
+    as_spec,
+    spec_to_placements,
+)
 
 _DTYPE_NAMES = {
     torch.float64: "f64",
@@ -97,7 +106,7 @@ class Layout:
 
         Communication: none.
         """
-        where = tuple(where) if type(where) is list else where
+        where = tuple(where) if type(where) in (list, RaggedPlacements) else where
         key = (where, tuple(shape) if type(shape) is list else shape, dtype)
         try:
             # by the spelling in which it was asked for before

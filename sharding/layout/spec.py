@@ -14,7 +14,7 @@ is called ragged.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from .partition_spec import EACH as EACH
@@ -117,6 +117,34 @@ class Partial(Placement):
         return "Partial()" if self.reduce_op == "sum" else f"Partial({self.reduce_op!r})"
 
 
+class RaggedPlacements(tuple[Placement, ...]):
+    """Placements of which some have sizes; equal to others without sizes that split the same dims.
+
+    So a program written for FSDP2 may compare the placements of a parameter, whose parts are not
+    those of `torch.chunk`, with `(Shard(0),)`. Between two that have sizes, sizes count.
+
+    Example:
+        >>> RaggedPlacements((Shard(0, sizes=(3, 5)),)) == (Shard(0),)
+        True
+    """
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, tuple) or len(other) != len(self):
+            return False
+        return all(map(_equal_but_for_sizes, self, other))
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = tuple.__hash__
+
+
+def _equal_but_for_sizes(placement: Placement, other: Any) -> bool:
+    if isinstance(placement, Shard) and isinstance(other, Shard) and other.sizes is None:
+        placement = replace(placement, sizes=None)
+    return placement == other
+
+
 class Sharding:
     """A mesh and a spec; `NamedSharding` is the only subclass.
 
@@ -212,7 +240,8 @@ def spec_to_placements(spec: P, axis_names: Sequence[str]) -> tuple[Placement, .
         in_order = list(axes) == sorted(axes, key=mesh_order.__getitem__)
         for order, axis in enumerate(axes):
             placements[axis] = Shard(dim, None if in_order else order, sizes.get(axis))
-    return tuple(placements.get(axis, Replicate()) for axis in axis_names)
+    ordered = tuple(placements.get(axis, Replicate()) for axis in axis_names)
+    return RaggedPlacements(ordered) if sizes else ordered
 
 
 # --------------------------------------------------------------------------------------------------

@@ -100,6 +100,12 @@ class UnitPlan:
         for slot in self.slots:
             slot.adopt()
 
+    def adopt_materialized(self) -> None:
+        """Take over the parameters with which `to_empty` has replaced those on "meta"."""
+        for slot in self.slots:
+            if slot.value._local.is_meta:
+                slot.adopt()
+
     def flatten_parameters(self) -> None:
         """Make the local parts views of the flat shards, so that an all_gather copies nothing."""
         self.adopt_parameters()

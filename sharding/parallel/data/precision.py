@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+from ...trees import map_nested
 
 
 @dataclass(frozen=True)
@@ -90,8 +92,14 @@ def offload_of(policy: Any) -> CPUOffloadPolicy | None:
 
 
 def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
+    """Cast the floating tensors in a tree, also in dataclasses that are not registered."""
     if dtype is None:
         return tree
-    return pytree.tree_map(
-        lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, tree
-    )
+
+    def cast(x: Tensor) -> Tensor:
+        return x.to(dtype) if x.is_floating_point() else x
+
+    def cast_leaf(x: Any) -> Any:
+        return map_nested(cast, x) if isinstance(x, Tensor) or is_dataclass(x) else x
+
+    return pytree.tree_map(cast_leaf, tree)

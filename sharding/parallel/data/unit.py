@@ -109,6 +109,7 @@ class Unit:
 
         Communication: one all_gather per dtype; none if the parameters are whole already.
         """
+        self.plan.adopt_materialized()
         self.plan.gather(check=not self.in_use.uses)
 
     @not_recomputed
@@ -213,6 +214,8 @@ class Unit:
         if schedule is None:
             schedule = self.schedule
             schedule.begin(lambda: units_in(self.plan.module))
+            for unit in schedule.units:
+                unit.plan.adopt_materialized()
         return schedule
 
     def _put_values(self, mesh: DeviceMesh | None) -> None:

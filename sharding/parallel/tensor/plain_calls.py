@@ -17,8 +17,7 @@ them.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -29,6 +28,7 @@ from ...layout.spec import P
 from ...ops.plain_operands import accept_plain_operands
 from ...ops.torch_compile import not_compiled
 from ...tensor.sharded_tensor import ShardedTensor
+from ...trees import map_nested, nested_tensors
 
 
 def return_whole_outputs_plain(module: nn.Module) -> None:
@@ -54,9 +54,9 @@ def whole_outputs_plain(inputs: Any, output: Any) -> Any:
     """Convert the whole outputs of a call, if each tensor among its inputs is plain."""
     if not _are_plain(inputs):
         return output
-    for mesh in {x.mesh for x in _tensors(output) if isinstance(x, ShardedTensor)}:
+    for mesh in {x.mesh for x in nested_tensors(output) if isinstance(x, ShardedTensor)}:
         accept_plain_operands(mesh)
-    return _with_tensors(output, lambda x: x.to_local() if _is_whole_on_rank(x) else x)
+    return _map_sharded(output, lambda x: x.to_local() if _is_whole_on_rank(x) else x)
 
 
 _GENERATE = ("generate", "generate_batch")  # methods of Hugging Face models
@@ -100,70 +100,18 @@ def _gather_plain(
 ) -> Any:
     if not _are_plain((args, kwargs)):
         return output
-    return _with_tensors(output, lambda x: x.redistribute(P()).to_local())
+    return _map_sharded(output, lambda x: x.redistribute(P()).to_local())
 
 
 def _are_plain(tree: Any) -> bool:
     """Return whether there are tensors among these arguments, and all of them are plain."""
-    inputs = list(_tensors(tree))
+    inputs = list(nested_tensors(tree))
     return bool(inputs) and not any(isinstance(x, ShardedTensor) for x in inputs)
 
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested lists, tuples, mappings and dataclasses.
-
-    Other objects, such as caches, are opaque.
-    """
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from _tensors(item)
-    elif isinstance(tree, Mapping):
-        for item in tree.values():
-            yield from _tensors(item)
-    elif _is_dataclass_instance(tree):
-        for field in dataclasses.fields(tree):
-            yield from _tensors(getattr(tree, field.name, None))
-
-
-def _with_tensors(tree: Any, convert: Callable[[ShardedTensor], Tensor]) -> Any:
-    """Return the tree with each `ShardedTensor` converted.
-
-    A container in which nothing changes is returned itself.
-    """
-    if isinstance(tree, ShardedTensor):
-        return convert(tree)
-    if isinstance(tree, (list, tuple)):
-        items = [_with_tensors(item, convert) for item in tree]
-        if all(new is old for new, old in zip(items, tree, strict=True)):
-            return tree
-        if hasattr(tree, "_make"):
-            return tree._make(items)  # type: ignore[attr-defined]
-        return type(tree)(items)
-    if isinstance(tree, Mapping):
-        values: Mapping[str, Any] = tree
-    elif _is_dataclass_instance(tree):
-        values = {field.name: getattr(tree, field.name, None) for field in dataclasses.fields(tree)}
-    else:
-        return tree
-    converted = {key: _with_tensors(old, convert) for key, old in values.items()}
-    changed = {key: new for key, new in converted.items() if new is not values[key]}
-    return _with_values(tree, changed) if changed else tree
-
-
-def _with_values(container: Any, changed: Mapping[str, Any]) -> Any:
-    """Return a mapping or dataclass with some values replaced; outputs of transformers are both."""
-    if not isinstance(container, Mapping):
-        return dataclasses.replace(container, **changed)
-    values = {**container, **changed}
-    if _is_dataclass_instance(container):
-        return type(container)(**values)
-    return type(container)(values)  # type: ignore[call-arg]
-
-
-def _is_dataclass_instance(x: Any) -> bool:
-    return dataclasses.is_dataclass(x) and not isinstance(x, type)
+def _map_sharded(output: Any, convert: Callable[[ShardedTensor], Tensor]) -> Any:
+    """Return the output with each `ShardedTensor` converted."""
+    return map_nested(lambda x: convert(x) if isinstance(x, ShardedTensor) else x, output)
 
 
 def _is_whole_on_rank(x: ShardedTensor) -> bool:

@@ -274,7 +274,7 @@ def test_copies_and_pickles_keep_the_class(mesh):
     assert type(copy.copy(own)) is WithReduce
 
 
-def test_pickles():
+def test_pickles(one_rank_job):
     mesh = sm.init_device_mesh("cpu", (1,), axis_names=("a",))
     made = shard(mesh)
     file = io.BytesIO()
@@ -825,6 +825,42 @@ def test_parameters_split_along_a_dim_on_meta(mesh):
     )
     step(made, mesh)
     check_equal(gradients(made), expected_gradients())
+
+
+@every_rank(2)
+def test_memory_by_to_empty(mesh):
+    """`to_empty` replaces parameters; those of a unit are gathered together all the same."""
+
+    def build(has_unshard):
+        with torch.device("meta"):
+            made = Net().double()
+        shard(mesh, made)
+        made.to_empty(device=mesh.device)
+        with torch.no_grad():
+            for own, x in zip(made.parameters(), net().parameters(), strict=True):
+                own.copy_(sm.distribute_tensor(x.detach(), mesh))
+        if has_unshard:
+            made.unshard()
+            assert not isinstance(made.first.weight, ShardedTensor)
+            made.reshard()
+        return made
+
+    def calls(made):
+        with collectives() as records:
+            step(made, mesh)
+        check_equal(gradients(made), expected_gradients())
+        return launched(records)
+
+    expected = calls(shard(mesh))
+    assert calls(build(has_unshard=False)) == expected
+    assert calls(build(has_unshard=True)) == expected
+
+
+@every_rank(2)
+def test_placements_of_parameters_are_equal_to_those_of_torch(mesh):
+    made = shard(mesh)
+    assert all(x.placements == (Shard(0),) for x in made.parameters())
+    assert not any(x.placements == (Shard(1),) for x in made.parameters())
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 
 import shardmesh as sm
 from shardmesh import P, Partial, Replicate, Shard
-from shardmesh.sharding.layout.spec import KINDS, as_spec, placements_to_spec, spec_to_placements
+from shardmesh.sharding.layout.spec import (
+    KINDS,
+    RaggedPlacements,
+    as_spec,
+    placements_to_spec,
+    spec_to_placements,
+)
 from tests.sharding.strategies import specs
 
 AXES = ("a", "b", "c")
@@ -199,3 +205,25 @@ def test_invalid_specs_raise(make, kind, words):
         make()
     for word in words:
         assert word in str(caught.value)
+
+
+def test_placements_with_sizes_are_equal_to_those_without():
+    """Programs for FSDP2 ask for `placements == (Shard(0),)`; sizes count where both have them."""
+    sized, plain = Shard(0, sizes=(1, 3)), Shard(0)
+    placements = RaggedPlacements((sized, Replicate()))
+    assert placements == (plain, Replicate())
+    assert (plain, Replicate()) == placements
+    assert placements == (sized, Replicate())
+    assert placements != (Shard(0, sizes=(3, 1)), Replicate())
+    assert placements != (Shard(1), Replicate())
+    assert placements != (plain,)
+    assert hash(placements) == hash((sized, Replicate()))
+
+
+def test_layouts_tell_sizes_apart():
+    """The placements that a layout is asked for by are no key that is equal to another layout's."""
+    mesh = sm.AbstractMesh((2,), ("dp",))
+    ragged = sm.Layout.of(mesh, [Shard(0, sizes=(1, 3))], (4,))
+    equal = sm.Layout.of(mesh, [Shard(0)], (4,))
+    assert sm.Layout.of(mesh, ragged.placements, (4,)) is ragged
+    assert sm.Layout.of(mesh, equal.placements, (4,)) is equal

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -118,6 +120,35 @@ def test_inputs_and_outputs(cast):
         assert made.seen == [entered, torch.int64, entered, torch.bfloat16]
         assert (x.dtype, tokens.dtype) == (torch.float64, torch.int64)
         assert made.w.dtype is torch.float32
+
+    on_ranks((2,), program)
+
+
+@dataclasses.dataclass
+class _Batch:
+    """What a module takes and returns; torch's pytree does not know it."""
+
+    x: torch.Tensor
+    lengths: list[torch.Tensor]
+    name: str = "batch"
+
+
+def test_dataclasses_of_a_program():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, batch):
+            assert (batch.x.dtype, batch.lengths[0].dtype) == (torch.bfloat16, torch.int64)
+            return _Batch(self.linear(batch.x), batch.lengths, "result")
+
+    def program(mesh):
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+        made = fully_shard(Model(), mesh, mp_policy=policy)
+        result = made(_Batch(torch.ones(2, 4), [torch.ones(2, dtype=torch.int64)]))
+        assert (result.x.dtype, result.name) == (torch.float32, "result")
+        result.x.sum().backward()
 
     on_ranks((2,), program)
 
