@@ -29,15 +29,23 @@ from ..launch.local_processes import JOINS
 from ..monitor.startup.rank_info import RankInfo, machine, own_rank_info
 from ..monitor.store_keys import StoreKeys
 from ..monitor.store_values import checked, json_value
+from ..network import is_loopback
 from .messages import Announcement, Welcome
 from .protocol import Report
-from .rank_stores import Connection, StoreAddress, StoreGoneError, serve_store
+from .rank_stores import (
+    Connection,
+    StoreAddress,
+    StoreGoneError,
+    seen_from_here,
+    serve_store,
+)
 
 KEYS = "shardmesh/elastic"
 _TIMEOUT_S = 300.0  # for the job to begin, and for its members to reach the end of a step
 _PAUSE_S = 0.05
 _LOOK_S = 1.0  # between looks at who the members are
 _STORES = 8  # at which a process announces itself: those of the lowest ranks
+_AGAIN_S = 10.0  # until a store is tried again that has not answered: its host may have ended
 
 
 class Entry(NamedTuple):
@@ -84,7 +92,8 @@ def enter() -> Entry:
 
     Raises:
         LaunchEnvironmentError: there is no such job at MASTER_ADDR and MASTER_PORT, it has ended,
-            it has ranks on other hosts, or no step has ended for a long time.
+            its ranks are on one other host and cannot be reached, or no step has ended for a long
+            time.
 
     Communication: through the job's first store and those of its ranks.
     """
@@ -94,14 +103,17 @@ def enter() -> Entry:
             f"{JOINS}=1: set MASTER_ADDR and MASTER_PORT to those of the job that the process "
             "joins, and RANK and WORLD_SIZE as for one of its ranks"
         )
-    store, address = serve_store()
     info = own_rank_info(place[0], {}, 0, os.environ)
-    own = Announcement(secrets.token_hex(8), info, address)
     first = address_of(os.environ)
     registry = Connection(StoreAddress(first.host, first.port), KEYS)
     deadline = time.monotonic() + _TIMEOUT_S
     try:
         job = _job(registry, deadline)
+        members = _members(registry, job)
+        _check_reachable(members)
+        is_far = any(one.info.machine != machine() for one in members.values())
+        store, address = serve_store(may_span_hosts=is_far)
+        own = Announcement(secrets.token_hex(8), info, address)
         welcome = _wait_for_welcome(registry, job, own, deadline)
         registry.ask(lambda keys: _append(keys, job, {welcome.rank: own}), _never)
     except StoreGoneError as error:
@@ -136,20 +148,23 @@ def _wait_for_welcome(
     line = f"{own.to_json()}\n"
     members: dict[int, Announcement] = {}
     stores: dict[int, Connection] = {}
+    not_before: dict[int, float] = {}  # when a store is to be tried that has not answered
     next_look = 0.0
     try:
         while time.monotonic() < deadline:
             if time.monotonic() >= next_look:
-                lines = registry.ask(lambda keys: keys.read_lines(f"members/{job}", _line), _never)
-                members.update(lines)
+                members = _members(registry, job)
                 next_look = time.monotonic() + _LOOK_S
-                _refuse_other_hosts(members)
             living = sorted(rank for rank, one in members.items() if not one.info.is_gone())
             if not living:
                 raise LaunchEnvironmentError("all ranks of the job that this one joins have ended")
-            for rank in living[:_STORES]:
+            now = time.monotonic()
+            waiting = [rank for rank in living if not_before.get(rank, now) <= now]
+            for rank in waiting[:_STORES]:
                 if rank not in stores:
-                    stores[rank] = Connection(members[rank].address, f"{KEYS}/{job}")
+                    address = address_from_here(members[rank].info, members[rank].address)
+                    stores[rank] = Connection(address, f"{KEYS}/{job}")
+                    not_before[rank] = now + _AGAIN_S
                     _ask(stores, members, rank, lambda keys: keys.append("joining", line))
             for rank in list(stores):
                 welcome = _ask(stores, members, rank, lambda keys: _answer(keys, own.token))
@@ -165,12 +180,26 @@ def _wait_for_welcome(
     )
 
 
-def _refuse_other_hosts(members: Mapping[int, Announcement]) -> None:
-    if {one.info.machine for one in members.values()} - {machine()}:
+def _members(registry: Connection, job: str) -> dict[int, Announcement]:
+    """Return who the ranks of the job are and have been."""
+    return dict(registry.ask(lambda keys: keys.read_lines(f"members/{job}", _line), _never))
+
+
+def _check_reachable(members: Mapping[int, Announcement]) -> None:
+    """Raise LaunchEnvironmentError for a job on one other host whose stores listen there alone."""
+    hosts = {one.info.machine for one in members.values()}
+    are_local = all(is_loopback(one.address.host) for one in members.values())
+    if len(hosts) == 1 and hosts != {machine()} and are_local:
         raise LaunchEnvironmentError(
-            f"{JOINS}=1: the job has ranks on other hosts; a process joins a job whose ranks are "
-            "all on its own host"
+            f"{JOINS}=1: all ranks of the job are on one other host, and reached from there alone; "
+            "start it so that its ranks may be on several hosts: with MASTER_ADDR as an address "
+            "that these reach, and LOCAL_WORLD_SIZE, if it is set, below WORLD_SIZE"
         )
+
+
+def address_from_here(info: RankInfo, address: StoreAddress) -> StoreAddress:
+    """Return the address of a rank's store as this host reaches it."""
+    return address if info.machine == machine() else seen_from_here(address)
 
 
 def _ask(

@@ -36,6 +36,7 @@ from ..errors import LaunchEnvironmentError, WatchError
 from ..launch.session import abandon_groups
 from ..monitor import termination, timeouts
 from ..monitor.diagnosis.members import lost_ranks
+from ..monitor.hosts.relay import host_lost_s
 from ..monitor.monitor import Monitor, monitor_of
 from ..monitor.process_hooks import forget_monitor
 from ..monitor.recording.job_directory import may_span_hosts
@@ -183,8 +184,12 @@ class Membership:
         self._electorate = told.decision.source.members
         self._store = entry.store
         self._infos = {rank: one.info for rank, one in welcome.members.items()}
-        self._addresses = {rank: one.address for rank, one in welcome.members.items()}
+        self._addresses = {
+            rank: joining.address_from_here(one.info, one.address)
+            for rank, one in welcome.members.items()
+        }
         self._presence = Presence(welcome.rank, self._infos, self._addresses)
+        self._presence.silent_s, self._presence.late_s = _patience(host_lost_s())
 
     def _announcements(self) -> dict[int, Announcement]:
         """Return who all members are and have been."""
@@ -450,7 +455,8 @@ class Membership:
             self.verdict = ", ".join(filter(None, (self.verdict, joins)))
         for rank, one in arriving.items():
             self._joining[rank] = one
-            self._infos[rank], self._addresses[rank] = one.info, one.address
+            address = joining.address_from_here(one.info, one.address)
+            self._infos[rank], self._addresses[rank] = one.info, address
             self._presence.note_heard(rank, time.monotonic())
             self._taken.add(one.token)
         self.verdict = self.verdict or "the processes that wanted to join have ended"
@@ -640,7 +646,9 @@ class Membership:
     def _prepare(self) -> None:
         """Let waits of this world that nothing interrupts end before their process is ended."""
         self.world.connect_s = _CONNECT_S
-        self._presence.silent_s, self._presence.late_s = _patience(self._monitor)
+        relay = None if self._monitor is None else self._monitor.relay
+        silent_s = math.inf if relay is None else relay.lost_after_s
+        self._presence.silent_s, self._presence.late_s = _patience(silent_s)
         if self._monitor is not None:
             self._monitor.deaf_s = math.inf  # then it is SHARDMESH_EXIT_S
             self._monitor.ended_elsewhere = self._ended_elsewhere
@@ -754,14 +762,14 @@ def _backend_of_default_group() -> str:
     return names.pop() if len(names) == 1 else config
 
 
-def _patience(monitor: Monitor | None) -> tuple[float, float]:
+def _patience(silent_s: float) -> tuple[float, float]:
     """Return seconds after which another host counts as silent, and a rank of it as late.
 
     A rank that is late has not been ended by its watchdog either, nor by the ranks of its host.
+
+    Args:
+        silent_s: the first of them.
     """
-    if monitor is None or monitor.relay is None:
-        return math.inf, math.inf
-    silent_s = monitor.relay.lost_after_s
     return silent_s, silent_s + termination.longest_exit_s()
 
 

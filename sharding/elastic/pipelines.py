@@ -193,10 +193,9 @@ def whole_tree(tree: Any, group: Group, number: int | None) -> Any:
             facts = {path: state.told() for path, state in own.items()}
     told: dict[Path, dict[int, Any]] = {}
     for other, other_facts in gather_facts(group, (number, facts)).values():
-        if other is None:
-            continue
-        for path, fact in other_facts.items():
-            told.setdefault(path, {})[other] = fact
+        if other is not None:
+            for path, fact in other_facts.items():
+                told.setdefault(path, {})[other] = fact
     whole: dict[Path, Any] = {}
     for world in worlds:
         with thread_context.setting(world=world):

@@ -7,11 +7,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
+from shardmesh.mesh.launch.local_processes import JOINS
 from tests.forked import Ended, Forked
 from tests.multinode.hosts import INTERFACE, Host, NotPermitted, two_hosts
+from tests.sharding.elastic import faulty_jobs
+from tests.sharding.elastic.faulty_jobs import Plan
 from tests.sharding.elastic.faulty_ranks import STEPS, Fault, replay, train
 from tests.tiers import slow
 
@@ -32,27 +36,47 @@ class Lab:
 
     def run(self, form: str, faults: Sequence[Fault], **more: str) -> list[Ended]:
         """Train as an elastic job; return how each rank has ended."""
+        env = self._environment(RANKS, **more)
+        return self._run([env[:2], env[2:]], form, faults)
+
+    def run_joining(self, job: Plan, node: int) -> list[Ended]:
+        """Train on three ranks, two of them on the first host, and let a process join on a host.
+
+        Return how each rank has ended, that one as the last.
+        """
+        env = self._environment(3, SHARDMESH_STALL_TIMEOUT_S=faulty_jobs.STALL_S)
+        joining = {**env[2 * node], JOINS: "1"}
+        of_hosts = [env[:2], env[2:]]
+        of_hosts[node].append(joining)
+        ended = self._run(of_hosts, job.form, job.faults)
+        return ended if node == 1 else [*ended[:2], ended[3], ended[2]]
+
+    def _environment(self, size: int, **more: str) -> list[dict[str, str]]:
         self._port += 1
-        env: list[dict[str, str]] = [
+        return [
             {
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank % 2),
-                "WORLD_SIZE": str(RANKS),
-                "LOCAL_WORLD_SIZE": "2",
+                "WORLD_SIZE": str(size),
+                "LOCAL_WORLD_SIZE": str(min(2, size - rank // 2 * 2)),
                 "MASTER_ADDR": self.hosts[0].name,
                 "MASTER_PORT": str(self._port),
                 "GLOO_SOCKET_IFNAME": INTERFACE,
                 "SHARDMESH_HOST_LOST_S": LOST_S,
                 **more,
             }
-            for rank in range(RANKS)
+            for rank in range(size)
         ]
-        args = [[form, list(map(list, faults))]] * 2
+
+    def _run(
+        self, of_hosts: Sequence[list[dict[str, str]]], form: str, faults: Sequence[Fault]
+    ) -> list[Ended]:
+        planned = list(map(list, faults))
 
         def run_on(node: int) -> list[Ended]:
-            server = self.servers[node]
-            own = env[2 * node : 2 * node + 2]
-            return server.run(train, args, own, server.new_folder(), limit_s=LIMIT_S)
+            server, env = self.servers[node], of_hosts[node]
+            args = [[form, [] if JOINS in own else planned] for own in env]
+            return server.run(train, args, env, server.new_folder(), limit_s=LIMIT_S)
 
         with ThreadPoolExecutor() as pool:
             return [one for ended in pool.map(run_on, (0, 1)) for one in ended]
@@ -109,6 +133,21 @@ def check(ended: list[Ended], forked: Forked, form: str, lost: set[int]) -> None
 )
 def test_ranks_that_end(two: Lab, forked: Forked, form: str, faults: list[Fault]):
     check(two.run(form, faults), forked, form, {fault[0] for fault in faults})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("node", "faults"),
+    [
+        (1, [(2, 4, "backward", "kill")]),
+        (0, [(1, 1, "exchange", "kill")]),
+    ],
+    ids=str,
+)
+def test_a_process_joins(two: Lab, forked: Forked, node: int, faults: list[Fault], tmp_path: Path):
+    """On either host; then, or meanwhile, a rank ends that was there before."""
+    job = Plan(3, "ddp", [(0, 1, "vote", "await"), *faults], joins_after=1)
+    faulty_jobs.check(job, two.run_joining(job, node), forked, tmp_path)
 
 
 @pytest.mark.slow

@@ -144,6 +144,14 @@ def start_relay(job: Job, store: Any) -> Relay | None:
     return relay
 
 
+def host_lost_s() -> float:
+    """Return the seconds after which a silent host counts as lost.
+
+    Raises: LaunchEnvironmentError where SHARDMESH_HOST_LOST_S is not a positive number.
+    """
+    return _seconds(os.environ, "SHARDMESH_HOST_LOST_S", _LOST_S)
+
+
 class OwnClock:
     """Seconds in which this process ran, by which it measures the silence of others.
 
@@ -183,7 +191,7 @@ class Relay:
         # until the thread has made a connection of its own, which takes long where names are not
         # resolved
         self._shares_store = shares_store
-        self.lost_after_s = _seconds(os.environ, "SHARDMESH_HOST_LOST_S", _LOST_S)
+        self.lost_after_s = host_lost_s()
         self._name = socket.gethostname()
         self._own_ranks: tuple[int, ...] = ()
         self._others: list[Host] = []

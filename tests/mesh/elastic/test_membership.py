@@ -118,11 +118,23 @@ def test_a_process_is_taken_in_once():
     assert newcomers([JOINER], (), [OWN, OTHER]) == []
 
 
-def test_a_process_does_not_wait_for_a_job_on_several_hosts():
+def test_a_process_does_not_wait_for_a_job_that_listens_on_another_host_alone():
     far = JOINER._replace(info=replace(OTHER, machine="elsewhere"))
-    joining._refuse_other_hosts({0: JOINER})
-    with pytest.raises(LaunchEnvironmentError, match="ranks on other hosts"):
-        joining._refuse_other_hosts({0: JOINER, 1: far})
+    open_to_all = far._replace(address=StoreAddress("10.77.0.2", 9))
+    joining._check_reachable({0: JOINER})
+    joining._check_reachable({0: JOINER, 1: far})
+    joining._check_reachable({0: open_to_all})
+    with pytest.raises(LaunchEnvironmentError, match="on one other host, and reached from there"):
+        joining._check_reachable({0: far, 1: far})
+
+
+def test_the_address_of_a_store_that_its_host_knows_as_loopback(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MASTER_ADDR", "10.77.0.1")
+    far = replace(OTHER, machine="elsewhere")
+    loopback, other = StoreAddress("127.0.1.1", 9), StoreAddress("10.77.0.2", 9)
+    assert joining.address_from_here(OTHER, loopback) == loopback
+    assert joining.address_from_here(far, loopback) == StoreAddress("10.77.0.1", 9)
+    assert joining.address_from_here(far, other) == other
 
 
 @pytest.mark.parametrize(
