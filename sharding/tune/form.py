@@ -50,6 +50,8 @@ class Form:
         compiled: whether blocks and loss are compiled.
         regather: whether backward gathers again what sequence parallelism has gathered in forward,
             in place of saving it, as Megatron does.
+        balanced: whether sequences are reordered so that causal attention takes each rank of cp the
+            same time, as `balance_sequence` does.
     """
 
     pp: int = 1
@@ -66,6 +68,7 @@ class Form:
     gather: Gather = "microbatch"
     compiled: bool = False
     regather: bool = False
+    balanced: bool = False
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -103,6 +106,7 @@ class Form:
             axes += " gather once"
         axes += " compiled" if self.compiled else ""
         axes += " regather" if self.regather else ""
+        axes += " balanced" if self.balanced else ""
         if self.recompute == "selective":
             return f"{axes} recompute selectively"
         return f"{axes} recompute" if self.recompute == "full" else axes
@@ -115,6 +119,7 @@ _CHOICES = {
     "sequence_parallel": (True, False),
     "compiled": (True, False),
     "regather": (True, False),
+    "balanced": (True, False),
 }
 
 
@@ -135,7 +140,10 @@ def why_not(form: Form, model: Description) -> str | None:
     """Return why a model cannot take a form, in words; None if it can."""
     if form.tp > 1:
         if not model.plan:
-            return f"tp={form.tp}: the model has no plan of tensor parallelism; pass plan="
+            return (
+                f"tp={form.tp}: the model has no plan of tensor parallelism; pass plan=, such as "
+                f"sm.propose_plan(model, batch, {form.tp})"
+            )
         for name, count in (
             ("attention heads", model.heads),
             ("key/value heads", model.key_value_heads),
@@ -148,6 +156,8 @@ def why_not(form: Form, model: Description) -> str | None:
         return "sequence parallelism needs tp > 1 and a plan with rowwise layers"
     if form.regather and (not form.sequence_parallel or form.recompute != "none"):
         return "regather needs sequence parallelism, and recompute=none"
+    if form.balanced and form.cp == 1:
+        return "balanced sequences need cp > 1"
     positions = form.cp * (form.tp if form.sequence_parallel else 1)
     if model.sequence % positions:
         return (

@@ -128,6 +128,7 @@ def _inner_forms(
                 gather=gather,
                 compiled=allowed("compiled", [False, True])[0],
                 regather=allowed("regather", [False, True])[0],
+                balanced=base.cp > 1 and allowed("balanced", [False, True])[0],
             )
 
 
@@ -150,7 +151,8 @@ def search(
     """Return what was tried, for all forms or for the neighbours of one."""
     result = Search()
     if near is not None:
-        fixed = {"compiled": near.compiled, "regather": near.regather, **fixed}
+        unsearched = ("compiled", "regather", "balanced")
+        fixed = {**{name: getattr(near, name) for name in unsearched}, **fixed}
     times = StepTimes(model, prices)
     takes: set[tuple[str, Any]] = set()
     candidates = forms(model, devices, prices.node, fixed, max_rows)

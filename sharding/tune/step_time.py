@@ -226,7 +226,7 @@ class StepTimes:
         node = self._prices.node
         groups = form.group("tp", node), form.group("cp", node)
         options = form.sequence_parallel, form.recompute, form.compiled, form.regather
-        key = (*groups, form.rows, *options)
+        key = (*groups, form.rows, *options, form.balanced)
         units = self._units.get(key)
         if units is None:
             costs = self._model.costs(form.tp, form.sequence_parallel, form.compiled)
@@ -237,7 +237,8 @@ class StepTimes:
                 gathers = Phase(communication={"all_gather": use})
                 backward = backward.plus(self._pass(gathers, costs.block, form, sends=0))
             if form.recompute == "full":
-                backward = backward.plus(forward)
+                again = self._pass(costs.block.again_whole, costs.block, form, sends=1)
+                backward = backward.plus(again)
             elif form.recompute == "selective":
                 again = self._pass(costs.block.again, costs.block, form, sends=0)
                 backward = backward.plus(again)
@@ -259,9 +260,9 @@ class StepTimes:
         """
         prices, device = self._prices, self._prices.device
         scale = form.rows / form.cp
-        # The last rank of cp has the last queries, which see all keys; without a causal mask all
-        # ranks do.
-        unseen = phase.whole_attention - phase.attention
+        # The last rank of cp has the last queries, which see all keys, unless sequences are
+        # balanced; without a causal mask all ranks do.
+        unseen = 0.0 if form.balanced else phase.whole_attention - phase.attention
         attention = scale * (phase.attention + unseen * (1 - 1 / form.cp))
         attention /= device.flops * device.attention
         tp_group = form.group("tp", prices.node)

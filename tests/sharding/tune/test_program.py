@@ -38,6 +38,7 @@ FORMS = {
     "fsdp, tp, sp, recompute selectively": Form(
         fsdp=2, tp=2, sequence_parallel=True, rows=4, recompute="selective"
     ),
+    "fsdp, cp, balanced": Form(fsdp=2, cp=2, balanced=True, rows=4),
     "pp, recompute selectively": Form(pp=2, rows=2, microbatches=4, recompute="selective"),
 }
 
