@@ -44,7 +44,8 @@ def program_text(form: Form, model: Description, build: str, node: int) -> str:
     names = ["MixedPrecisionPolicy"]
     names += ["context_parallel"] if form.cp > 1 else []
     names += ["balance_sequence"] if form.balanced else []
-    names += [] if has_pipeline else ["fully_shard" if shards else "data_parallel", "materialize"]
+    is_fsdp = bool(shards) and form.zero == 3
+    names += [] if has_pipeline else ["fully_shard" if is_fsdp else "data_parallel", "materialize"]
     names += ["pipeline"] if has_pipeline else []
     names += ["parallelize"] if plan and not has_pipeline else []
     styles = {"colwise", "rowwise", "prepare_outputs", "sequence_parallel"}
@@ -118,11 +119,12 @@ def program_text(form: Form, model: Description, build: str, node: int) -> str:
     else:
         if plan:
             lines += ["    parallelize(model, mesh, PLAN)"]
-        layer = (
-            f"fully_shard(model, mesh, axes={_tuple(shards)}"
-            if shards
-            else "data_parallel(model, mesh"
-        )
+        axes_text = _tuple(shards)
+        layer = "data_parallel(model, mesh"
+        if is_fsdp:
+            layer = f"fully_shard(model, mesh, axes={axes_text}"
+        elif shards:
+            layer += f", gradient={axes_text}" * (form.zero == 2) + f", optimizer={axes_text}"
         lines += [f'    {layer}, units="auto", mp_policy=policy)', "    materialize(model)"]
         trained = "model"
     parameters = "pipe" if has_pipeline else "model.parameters()"
@@ -303,6 +305,8 @@ def accelerate_text(form: Form) -> str:
     """Return the form as accelerate's ParallelismConfig, or why it has none."""
     if form.pp > 1:
         return f"# accelerate's ParallelismConfig has no pipeline (pp={form.pp})"
+    if form.zero < 3:
+        return f"# accelerate's ParallelismConfig has FSDP alone (zero={form.zero})"
     if form.dp > 1 and form.fsdp == 1 and form.cp * form.tp > 1:
         return f"# accelerate's ParallelismConfig takes dp={form.dp} with cp or tp only if fsdp > 1"
     return (
@@ -318,6 +322,8 @@ def titan_text(form: Form, model: Description) -> str:
     stages = math.ceil((model.layers + 2) / layers_per_stage)
     if form.pp > 1 and form.schedule == "zb_h1" and form.stages == 1:
         return "# torchtitan's zero-bubble schedules have two stages on a rank or more"
+    if form.zero < 3:
+        return f"# torchtitan shards parameters, too (zero={form.zero})"
     if form.regather:
         return "# torchtitan saves what it gathers along the sequence (regather)"
     if form.pp > 1 and stages != form.pp * form.stages:
