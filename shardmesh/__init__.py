@@ -116,6 +116,7 @@ if TYPE_CHECKING:
     from shardmesh.sharding.functional.transforms.jacobians import hessian, jacfwd, jacrev
     from shardmesh.sharding.functional.transforms.vmap import vmap
     from shardmesh.sharding.jit.jit import jit
+    from shardmesh.sharding.tune.propose import propose_plan
     from shardmesh.sharding.tune.tune import tune
 
 _NAMESPACES = (
@@ -146,6 +147,7 @@ _LAZY = {
     ".sharding.functional.transforms.jacobians": "hessian jacfwd jacrev",
     ".sharding.functional.transforms.vmap": "vmap",
     ".sharding.jit.jit": "jit",
+    ".sharding.tune.propose": "propose_plan",
     ".sharding.tune.tune": "tune",
 }
 _MODULE_OF = {name: module for module, names in _LAZY.items() for name in names.split()}
@@ -223,6 +225,7 @@ __all__ = [
     "ppermute",
     "process_count",
     "process_index",
+    "propose_plan",
     "pshuffle",
     "psum",
     "psum_scatter",

@@ -75,6 +75,21 @@ class Operation(NamedTuple):
     results: dict[int, int]
 
 
+class Progress(NamedTuple):
+    """How far a phase has come.
+
+    Attributes:
+        operations: the number of operators on the tape.
+        attention, whole_attention: flops; see `Phase`.
+        communication: collective -> (launches, bytes received).
+    """
+
+    operations: int
+    attention: float
+    whole_attention: float
+    communication: dict[str, tuple[float, float]]
+
+
 @dataclass
 class Phase:
     """What one rank does in forward, or in backward.
@@ -172,6 +187,9 @@ class OperatorCounts(TorchDispatchMode):
         block: the index of the block whose forward is running; the caller sets it.
         saved: the numbers of what autograd saves, without parameters and buffers.
         keys_and_values: bytes of the keys and values of all attention.
+        report: what the program communicates; the caller sets it.
+        until_saved: index of a block -> where its forward stood when autograd last saved something,
+            which is where recomputation of the block ends.
         of_weights: the numbers of parameters, buffers, and gradients of parameters.
     """
 
@@ -182,6 +200,8 @@ class OperatorCounts(TorchDispatchMode):
         self.block: int | None = None
         self.saved: set[int] = set()
         self.keys_and_values = 0
+        self.report = CommReport()
+        self.until_saved: dict[int, Progress] = {}
         self._weights = {tuple(_local(x).shape) for x in constants if x.ndim > 1}
         self.of_weights = set(self.tape.constants)
 
@@ -248,12 +268,40 @@ class OperatorCounts(TorchDispatchMode):
         key = self.tape.key(x)
         if key not in self.tape.constants:
             self.saved.add(key)
+        if self.block is not None:
+            self.until_saved[self.block] = self.progress()
         return x
+
+    def progress(self) -> Progress:
+        """Return what has run so far in this phase."""
+        phase = self.phase
+        communication = _by_op(self.report)
+        return Progress(
+            len(self.tape.operations), phase.attention, phase.whole_attention, communication
+        )
+
+    def between(self, begin: Progress, end: Progress, kernels: dict[Kernel, float]) -> Phase:
+        """Return a part of the phase, with its kernels.
+
+        Args:
+            begin, end: where it begins and ends.
+            kernels: of the operators between them.
+        """
+        part = Phase(
+            end.attention - begin.attention,
+            end.whole_attention - begin.whole_attention,
+            kernels,
+            end.communication,
+        )
+        return part.plus(Phase(communication=begin.communication), -1)
 
     def add_communication(self, report: CommReport) -> None:
         """Add the collectives of a report to the phase."""
-        communication = {op: (float(n), float(size)) for op, (n, size) in report.by_op.items()}
-        self.phase = self.phase.plus(Phase(communication=communication))
+        self.phase = self.phase.plus(Phase(communication=_by_op(report)))
+
+
+def _by_op(report: CommReport) -> dict[str, tuple[float, float]]:
+    return {op: (float(n), float(size)) for op, (n, size) in report.by_op.items()}
 
 
 def _grouped_flops(a: Tensor, b: Tensor) -> int:

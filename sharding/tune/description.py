@@ -10,7 +10,6 @@ several kinds (dense ones before mixtures) are counted one by one and averaged.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,8 +28,9 @@ from ..parallel.data.wrap import AUTO, matching_modules
 from ..parallel.tensor.plan import parallelize
 from ..tensor.sharded_tensor import ShardedTensor
 from ..trees import tensors_in
-from .counts import OperatorCounts, Phase, WithoutValues
+from .counts import OperatorCounts, Phase, Progress, WithoutValues
 from .plans import own_plan, sequence_plan, styles_of
+from .repeated import shorten
 from .variants import backward_transient, compile_tape, eager, fused, received_in_block, select
 
 Loss = Callable[[Any, Any], Any]
@@ -43,7 +43,10 @@ class Costs:
     Attributes:
         parameters: elements that the rank holds.
         forward, backward: what it computes and sends.
-        again: what selective recomputation computes and sends again in backward.
+        again: what selective recomputation computes and sends again in backward. It ends where
+            autograd last saves something: before the last product of a block, and its last
+            collective.
+        again_whole: the same of full recomputation.
         saved: bytes that forward saves for backward.
         selected: bytes that it saves with selective recomputation, without the input of a block.
         gathered: bytes that it saves of what was gathered along the sequence.
@@ -54,6 +57,7 @@ class Costs:
     forward: Phase = field(default_factory=Phase)
     backward: Phase = field(default_factory=Phase)
     again: Phase = field(default_factory=Phase)
+    again_whole: Phase = field(default_factory=Phase)
     saved: float = 0
     selected: float = 0
     gathered: float = 0
@@ -66,6 +70,7 @@ class Costs:
             self.forward.plus(other.forward, factor),
             self.backward.plus(other.backward, factor),
             self.again.plus(other.again, factor),
+            self.again_whole.plus(other.again_whole, factor),
             max(0.0, self.saved + factor * other.saved),
             max(0.0, self.selected + factor * other.selected),
             max(0.0, self.gathered + factor * other.gathered),
@@ -149,7 +154,7 @@ class Description:
         batch: Any,
         *,
         loss: Loss | None = None,
-        plan: Mapping[str, str] | None = None,
+        plan: Mapping[str, Any] | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         self.model, self.batch = model, batch
@@ -184,12 +189,12 @@ class Description:
         self.vocabulary: int | None = getattr(config, "vocab_size", None)
         self.width: int | None = getattr(config, "hidden_size", None)
         self.hidden: int | None = getattr(config, "intermediate_size", None)
-        self.plan = own_plan(model) if plan is None else dict(plan)
+        self.plan: dict[str, Any] = own_plan(model) if plan is None else dict(plan)
         self.sequence_plan = sequence_plan(model, self.blocks, self.plan)
         self._costs: dict[tuple[int, bool, bool], ModelCosts] = {}
         self._stages: dict[tuple[int, bool, int], Stages] = {}
 
-    def plan_of(self, sequence_parallel: bool) -> dict[str, str]:
+    def plan_of(self, sequence_parallel: bool) -> dict[str, Any]:
         """Return the plan of tensor parallelism."""
         return (self.sequence_plan if sequence_parallel else self.plan) or {}
 
@@ -216,14 +221,7 @@ class Description:
 
     def shortened(self, blocks: list[int]) -> nn.Module:
         """Return a copy of the model with copies of some of its blocks."""
-        chosen = nn.ModuleList(copy.deepcopy(self._block_list[i]) for i in blocks)
-        if isinstance(self._block_list, nn.Sequential):
-            chosen = nn.Sequential(*chosen)
-        short = copy.deepcopy(self.model, {id(self._block_list): chosen})
-        config: Any = getattr(short, "config", None)
-        if getattr(config, "num_hidden_layers", None) is not None:
-            config.num_hidden_layers = len(blocks)  # which some forwards read
-        return short
+        return shorten(self.model, {self.blocks: blocks})
 
     def one_row(self) -> Any:
         """Return the first row of the batch, without values."""
@@ -305,6 +303,7 @@ def _run_once(model: nn.Module, batch: Any, loss: Loss, blocks: str, *, is_compi
     hooks = torch.autograd.graph.saved_tensors_hooks(counts.save, lambda x: x)
     with WithoutValues(counts), places:
         with counts, hooks, comm_report() as report:
+            counts.report = report
             value = loss(call(model, batch), batch)
         counts.add_communication(report)
         forward, counts.phase = counts.phase, Phase()
@@ -314,18 +313,27 @@ def _run_once(model: nn.Module, batch: Any, loss: Loss, blocks: str, *, is_compi
         counts.add_communication(report)
     tape, backward, saved = counts.tape, counts.phase, counts.saved
     selective = select(forward_operations)
-    again = replace(forward, attention=0.0, whole_attention=0.0, kernels=eager(selective.again))
+    kernels_of = partial(fused, tape) if is_compiled else eager
+    selected = {id(operation) for operation in selective.again}
+    again, again_whole = Phase(), Phase()
+    for block, end in counts.until_saved.items():
+        begin = places.begin[block]
+        operations = forward_operations[begin.operations : end.operations]
+        part = counts.between(begin, end, kernels_of(operations))
+        again_whole = again_whole.plus(part)
+        kernels = kernels_of([x for x in operations if id(x) in selected])
+        again = again.plus(replace(part, attention=0.0, whole_attention=0.0, kernels=kernels))
     if is_compiled:
         compiled = compile_tape(tape, forward_operations, tape.operations, saved)
         saved = compiled.saved
         forward = replace(forward, kernels=compiled.forward)
         backward = replace(backward, kernels=compiled.backward)
-        again = replace(again, kernels=fused(tape, selective.again))
     costs = Costs(
         sum(map(_local_numel, parameters)),
         forward,
         backward,
         again,
+        again_whole,
         sum(tape.sizes[key] for key in saved),
         sum(tape.sizes[key] for key in selective.saved),
         sum(tape.sizes[key] for key in saved & received_in_block(forward_operations)),
@@ -361,15 +369,18 @@ def takes_use_cache(model: nn.Module) -> bool:
 def default_loss(output: Any, batch: Any) -> Any:
     """Return the loss of a language model's logits, or the mean of another output.
 
-    Of logits of models of Hugging Face it is the cross entropy in float32 with targets of the shape
-    of the batch's first tensor.
+    Of logits of models of Hugging Face, one row for each element of the batch's first tensor, it is
+    the cross entropy in float32 with targets of that tensor's shape.
     """
     logits = getattr(output, "logits", None)
-    if logits is None:
-        first = output if isinstance(output, Tensor) else next(iter(tensors_in((output,))))
-        return first.float().mean()
     targets = next(iter(tensors_in((batch,))))
-    return F.cross_entropy(logits.float().transpose(1, 2), targets)
+    has_ids = not targets.is_floating_point()
+    if logits is not None and has_ids and logits.shape[:-1] == targets.shape:
+        return F.cross_entropy(logits.float().transpose(1, 2), targets)
+    if logits is not None:
+        return logits.float().mean()
+    first = output if isinstance(output, Tensor) else next(iter(tensors_in((output,))))
+    return first.float().mean()
 
 
 class _Places:
@@ -379,6 +390,7 @@ class _Places:
 
     Attributes:
         stream: bytes of the tensors that the first block is called with.
+        begin: index of a block -> where forward stood when it began.
     """
 
     def __init__(self, model: nn.Module, blocks: str, counts: OperatorCounts) -> None:
@@ -389,6 +401,7 @@ class _Places:
         self._after: list[Tensor] = []
         self._handles: list[Any] = []
         self.stream = 0.0
+        self.begin: dict[int, Progress] = {}
 
     def __enter__(self) -> None:
         first_block = next(self._blocks.children())
@@ -422,6 +435,7 @@ class _Places:
 
     def _enter(self, index: int, module: nn.Module, args: Any) -> None:
         self._counts.block = index
+        self.begin[index] = self._counts.progress()
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._counts.block = None

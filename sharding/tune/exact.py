@@ -126,7 +126,16 @@ def _prepare(module: nn.Module, form: Form, model: Description) -> torch.optim.O
             plan=styles_of(model.plan_of(form.sequence_parallel)),
             src_data_rank=None,
         )
-    if shards:
+    if shards and form.zero < 3:
+        data_parallel(
+            module,
+            gradient=shards if form.zero == 2 else (),
+            optimizer=shards,
+            units="auto",
+            mp_policy=policy,
+            src_data_rank=None,
+        )
+    elif shards:
         fully_shard(module, axes=shards, units="auto", mp_policy=policy, src_data_rank=None)
     else:
         data_parallel(module, units="auto", mp_policy=policy, src_data_rank=None)

@@ -9,6 +9,7 @@ from .description import Description
 
 Recompute = Literal["none", "selective", "full"]
 Gather = Literal["microbatch", "step"]
+Zero = Literal[1, 2, 3]
 AXES = ("pp", "dp", "fsdp", "cp", "tp")  # major to minor
 
 
@@ -50,6 +51,11 @@ class Form:
         compiled: whether blocks and loss are compiled.
         regather: whether backward gathers again what sequence parallelism has gathered in forward,
             in place of saving it, as Megatron does.
+        zero: what the ranks of fsdp share between steps: parameters, gradients and optimizer state
+            (3, FSDP), the latter two (2), or optimizer state (1). With 1 and 2 parameters are
+            gathered once a step, and with 1 gradients are summed once.
+        balanced: whether sequences are reordered so that causal attention takes each rank of cp the
+            same time, as `balance_sequence` does.
     """
 
     pp: int = 1
@@ -66,11 +72,24 @@ class Form:
     gather: Gather = "microbatch"
     compiled: bool = False
     regather: bool = False
+    balanced: bool = False
+    zero: Zero = 3
 
     @property
     def sizes(self) -> dict[str, int]:
         """The axes with more than one rank, major to minor."""
         return {axis: getattr(self, axis) for axis in AXES if getattr(self, axis) > 1}
+
+    @property
+    def gathers(self) -> int:
+        """How often parameters are gathered in a step; twice each, for forward and backward."""
+        return self.microbatches if self.gather == "microbatch" and self.zero == 3 else 1
+
+    @property
+    def reductions(self) -> int:
+        """How often gradients are summed in a step."""
+        is_once = self.gather == "step" or self.zero == 1
+        return 1 if is_once else self.microbatches
 
     @property
     def devices(self) -> int:
@@ -98,11 +117,14 @@ class Form:
         if self.pp > 1:
             stages = f" x{self.stages}" if self.stages > 1 else ""
             axes += f" {self.schedule}{stages}"
+        if self.zero < 3:
+            axes += f" zero={self.zero}"
         axes += f" {self.microbatches} x {self.rows}"
         if self.gather == "step":
             axes += " gather once"
         axes += " compiled" if self.compiled else ""
         axes += " regather" if self.regather else ""
+        axes += " balanced" if self.balanced else ""
         if self.recompute == "selective":
             return f"{axes} recompute selectively"
         return f"{axes} recompute" if self.recompute == "full" else axes
@@ -115,6 +137,8 @@ _CHOICES = {
     "sequence_parallel": (True, False),
     "compiled": (True, False),
     "regather": (True, False),
+    "balanced": (True, False),
+    "zero": get_args(Zero),
 }
 
 
@@ -135,7 +159,10 @@ def why_not(form: Form, model: Description) -> str | None:
     """Return why a model cannot take a form, in words; None if it can."""
     if form.tp > 1:
         if not model.plan:
-            return f"tp={form.tp}: the model has no plan of tensor parallelism; pass plan="
+            return (
+                f"tp={form.tp}: the model has no plan of tensor parallelism; pass plan=, such as "
+                f"sm.propose_plan(model, batch, {form.tp})"
+            )
         for name, count in (
             ("attention heads", model.heads),
             ("key/value heads", model.key_value_heads),
@@ -148,6 +175,10 @@ def why_not(form: Form, model: Description) -> str | None:
         return "sequence parallelism needs tp > 1 and a plan with rowwise layers"
     if form.regather and (not form.sequence_parallel or form.recompute != "none"):
         return "regather needs sequence parallelism, and recompute=none"
+    if form.zero < 3 and (form.shards == 1 or form.pp > 1 or form.dp > 1):
+        return f"zero={form.zero} needs fsdp or cp, and neither a pipeline nor dp"
+    if form.balanced and form.cp == 1:
+        return "balanced sequences need cp > 1"
     positions = form.cp * (form.tp if form.sequence_parallel else 1)
     if model.sequence % positions:
         return (

@@ -99,14 +99,16 @@ def memory_of(form: Form, model: Description, rank: int) -> Memory:
     activations = scale * live * blocks * saved
     has_loss = len(split.layers) - 1 in stages
     # With recomputation, copies in use last no longer than gathered parameters do.
-    frees = form.gather == "microbatch" and (shards > 1 or form.recompute != "none")
+    keeps = form.gather == "step" or form.zero < 3
+    frees = not keeps and (shards > 1 or form.recompute != "none")
     in_use = edges if frees else held
-    whole = _IN_USE * in_use + (_REDUCED * held if shards > 1 and form.gather == "step" else 0.0)
+    sums_whole = form.gather == "step" or (form.zero == 1 and form.microbatches > 1)
+    whole = _IN_USE * in_use + (_REDUCED * held if shards > 1 and sums_whole else 0.0)
     of_blocks = min(2 if shards > 1 else 1, blocks) * costs.largest_block if frees else 0.0
     gradients = _OWN * held / shards
     # Sums of earlier microbatches: none if all forwards come before the first backward, and whole
-    # ones, among what is gathered, with gather="step".
-    if form.gather == "step":
+    # ones, among what is gathered, with gather="step" and zero=1.
+    if sums_whole:
         gradients = 0.0
     before = gradients if form.microbatches > live else 0.0
     loss = scale * (costs.edges.saved + costs.transient) if has_loss else 0.0

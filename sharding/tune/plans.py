@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -33,7 +34,7 @@ def own_plan(model: nn.Module) -> dict[str, str]:
     return {path: "colwise()" if style in _SPLIT_LOGITS else style for path, style in plan.items()}
 
 
-def sequence_plan(model: nn.Module, blocks: str, plan: Mapping[str, str]) -> dict[str, str] | None:
+def sequence_plan(model: nn.Module, blocks: str, plan: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the plan with activations between layers split along the sequence over "tp".
 
     Sums over "tp" are scattered along the sequence, and the norms before a layer gather it.
@@ -45,11 +46,14 @@ def sequence_plan(model: nn.Module, blocks: str, plan: Mapping[str, str]) -> dic
     Returns:
         The plan; None if the model has none that says where sums are.
     """
-    if not any(style in _SUMMED for style in plan.values()):
+    if not any(_is_summed(style) for style in plan.values()):
         return None
-    out: dict[str, str] = {}
+    out: dict[str, Any] = {}
     for path, style in plan.items():
-        out[path] = 'rowwise(out=P(None, "tp"))' if style in _SUMMED else style
+        if isinstance(style, rowwise):
+            out[path] = replace(style, out=_SEQUENCE) if _is_summed(style) else style
+        else:
+            out[path] = 'rowwise(out=P(None, "tp"))' if _is_summed(style) else style
     for name, module in model.named_modules():
         parameters = list(module.parameters(recurse=False))
         parent, _, last = name.rpartition(".")
@@ -66,15 +70,31 @@ def sequence_plan(model: nn.Module, blocks: str, plan: Mapping[str, str]) -> dic
     return out
 
 
-def styles_of(plan: Mapping[str, str]) -> dict[str, Any]:
+def _is_summed(style: Any) -> bool:
+    """Return whether the results of a layer with this style are summed on every rank."""
+    return style in _SUMMED if isinstance(style, str) else style == rowwise(units=_units(style))
+
+
+def _units(style: Any) -> int | None:
+    return getattr(style, "units", None)
+
+
+def styles_of(plan: Mapping[str, Any]) -> dict[str, Any]:
     """Return the plan as `parallelize` takes it."""
-    return {path: STYLES.get(style, style) for path, style in plan.items()}
+    return {
+        path: STYLES.get(style, style) if isinstance(style, str) else style
+        for path, style in plan.items()
+    }
 
 
-def plan_text(plan: Mapping[str, str], indent: str) -> str:
+def style_text(style: Any) -> str:
+    """Return an entry of a plan as a program writes it."""
+    return style if isinstance(style, str) and style in STYLES else repr(style)
+
+
+def plan_text(plan: Mapping[str, Any], indent: str) -> str:
     """Return the plan as lines of a program."""
     lines = [
-        f'{indent}"{path}": {style if style in STYLES else repr(style)},'.replace("'", '"')
-        for path, style in plan.items()
+        f'{indent}"{path}": {style_text(style)},'.replace("'", '"') for path, style in plan.items()
     ]
     return "\n".join(lines)

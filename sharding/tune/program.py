@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from .description import Description, stage_layers, takes_use_cache
 from .form import Form
-from .plans import plan_text
+from .plans import plan_text, style_text
 
 # Names of schedules in torchtitan, which are those of torch.distributed.pipelining.
 _TITAN_SCHEDULES = {
@@ -43,11 +43,14 @@ def program_text(form: Form, model: Description, build: str, node: int) -> str:
     plan = model.plan_of(form.sequence_parallel) if form.tp > 1 else {}
     names = ["MixedPrecisionPolicy"]
     names += ["context_parallel"] if form.cp > 1 else []
-    names += [] if has_pipeline else ["fully_shard" if shards else "data_parallel", "materialize"]
+    names += ["balance_sequence"] if form.balanced else []
+    is_fsdp = bool(shards) and form.zero == 3
+    names += [] if has_pipeline else ["fully_shard" if is_fsdp else "data_parallel", "materialize"]
     names += ["pipeline"] if has_pipeline else []
     names += ["parallelize"] if plan and not has_pipeline else []
     styles = {"colwise", "rowwise", "prepare_outputs", "sequence_parallel"}
-    names += [name for name in styles if any(f"{name}(" in style for style in plan.values())]
+    texts = [style_text(style) for style in plan.values()]
+    names += [name for name in styles if any(f"{name}(" in text for text in texts)]
     positions = '"cp"' if form.cp > 1 else "None"
     spec = f"P({_tuple(data)}, {positions})"
     sizes = ", ".join(f'"{axis}": {size}' for axis, size in axes.items())
@@ -83,7 +86,7 @@ def program_text(form: Form, model: Description, build: str, node: int) -> str:
     lines += [
         "",
         "",
-        *_loss_and_data(model, spec, form.compiled),
+        *_loss_and_data(model, spec, form),
         "",
         "",
         *(_CONTEXTS if form.recompute == "selective" else []),
@@ -116,11 +119,12 @@ def program_text(form: Form, model: Description, build: str, node: int) -> str:
     else:
         if plan:
             lines += ["    parallelize(model, mesh, PLAN)"]
-        layer = (
-            f"fully_shard(model, mesh, axes={_tuple(shards)}"
-            if shards
-            else "data_parallel(model, mesh"
-        )
+        axes_text = _tuple(shards)
+        layer = "data_parallel(model, mesh"
+        if is_fsdp:
+            layer = f"fully_shard(model, mesh, axes={axes_text}"
+        elif shards:
+            layer += f", gradient={axes_text}" * (form.zero == 2) + f", optimizer={axes_text}"
         lines += [f'    {layer}, units="auto", mp_policy=policy)', "    materialize(model)"]
         trained = "model"
     parameters = "pipe" if has_pipeline else "model.parameters()"
@@ -132,8 +136,12 @@ def program_text(form: Form, model: Description, build: str, node: int) -> str:
     ]
     options = ", use_cache=False" if takes_use_cache(model.model) else ""
     indent = " " * 8
+    if form.balanced:
+        lines += [f"{indent}ids, labels, order = balanced(ids, labels, {at})"]
+        options += ", **order"
     if form.cp > 1:
-        lines += [f'{indent}with context_parallel("cp", method="ring"):']
+        is_balanced = ", balanced=True" if form.balanced else ""
+        lines += [f'{indent}with context_parallel("cp", method="ring"{is_balanced}):']
         indent += " " * 4
     if has_pipeline:
         lines += [f"{indent}loss = pipe.step(ids, labels, loss_fn=loss_fn{options})"]
@@ -168,6 +176,19 @@ def program_text(form: Form, model: Description, build: str, node: int) -> str:
 
 
 _REGATHER = ["It saves what it gathers along the sequence; sm.jit can gather it again.", ""]
+
+# Lines of a function that reorders sequences, and returns what a model of Hugging Face needs then:
+# with a mask it does not take the jumps between positions for the ends of packed sequences.
+_BALANCED = [
+    "",
+    "",
+    "def balanced(ids, labels, mesh):",
+    '    """Reorder sequences so that causal attention takes each rank the same time."""',
+    "    positions = sm.arange(ids.shape[1], device_mesh=mesh)[None]",
+    '    ids, labels, positions = (balance_sequence(x, 1, "cp") for x in (ids, labels, positions))',
+    "    mask = torch.ones_like(positions)",
+    '    return ids, labels, {"position_ids": positions, "attention_mask": mask}',
+]
 
 # Lines of a function of the contexts of selective recomputation.
 _CONTEXTS = [
@@ -225,7 +246,7 @@ def _recompute_and_compile(form: Form, model: Description) -> list[str]:
     return [*lines, "    for block in blocks:", "        block.compile()"]
 
 
-def _loss_and_data(model: Description, spec: str, compiled: bool) -> list[str]:
+def _loss_and_data(model: Description, spec: str, form: Form) -> list[str]:
     """Return the lines of the loss and of a step's rows, which the user replaces."""
     if model.vocabulary is None:
         shape = (model.rows, *model.one_row_shape[1:])
@@ -239,7 +260,7 @@ def _loss_and_data(model: Description, spec: str, compiled: bool) -> list[str]:
             "    ids, labels = tokens[:, :-1], tokens[:, 1:]",
         ]
     return [
-        *(["@torch.compile"] if compiled else []),
+        *(["@torch.compile"] if form.compiled else []),
         "def loss_fn(output, labels):",
         *loss,
         "",
@@ -252,6 +273,7 @@ def _loss_and_data(model: Description, spec: str, compiled: bool) -> list[str]:
         "    return sm.device_put(ids, mesh, spec, src_data_rank=None), sm.device_put(",
         "        labels, mesh, spec, src_data_rank=None",
         "    )",
+        *(_BALANCED if form.balanced else []),
     ]
 
 
@@ -283,6 +305,8 @@ def accelerate_text(form: Form) -> str:
     """Return the form as accelerate's ParallelismConfig, or why it has none."""
     if form.pp > 1:
         return f"# accelerate's ParallelismConfig has no pipeline (pp={form.pp})"
+    if form.zero < 3:
+        return f"# accelerate's ParallelismConfig has FSDP alone (zero={form.zero})"
     if form.dp > 1 and form.fsdp == 1 and form.cp * form.tp > 1:
         return f"# accelerate's ParallelismConfig takes dp={form.dp} with cp or tp only if fsdp > 1"
     return (
@@ -298,6 +322,8 @@ def titan_text(form: Form, model: Description) -> str:
     stages = math.ceil((model.layers + 2) / layers_per_stage)
     if form.pp > 1 and form.schedule == "zb_h1" and form.stages == 1:
         return "# torchtitan's zero-bubble schedules have two stages on a rank or more"
+    if form.zero < 3:
+        return f"# torchtitan shards parameters, too (zero={form.zero})"
     if form.regather:
         return "# torchtitan saves what it gathers along the sequence (regather)"
     if form.pp > 1 and stages != form.pp * form.stages:

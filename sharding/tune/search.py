@@ -16,7 +16,7 @@ from .step_time import StepTime, StepTimes
 _MOST_TP, _MOST_PP, _MOST_CP, _MOST_ROWS = 32, 64, 64, 32
 _FEWEST_POSITIONS = 1024  # on a rank of cp
 _SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb_h1", 1))
-FAMILIES = ("tp", "pp", "cp", "dp", "schedule", "recompute", "gather")
+FAMILIES = ("tp", "pp", "cp", "dp", "schedule", "recompute", "gather", "zero")
 _FASTEST = 3  # values of a family with a reason
 
 
@@ -108,12 +108,15 @@ def _inner_forms(
     if base.pp > 1 and allowed("schedule", ["gpipe", "1f1b"]) == ["gpipe"]:
         schedules = (("gpipe", 1),)  # it holds more than 1f1b: only if it is asked for
     gathers = ("microbatch", "step") if base.pp > 1 and base.shards > 1 else ("microbatch",)
-    for n, split, (schedule, stages), recompute, gather in product(
+    takes_zero = base.shards > 1 and base.pp == base.dp == 1
+    zeros = (3, 2, 1) if takes_zero or not allowed("zero", [3]) else (3,)
+    for n, split, (schedule, stages), recompute, gather, zero in product(
         counts,
         splits,
         schedules,
         allowed("recompute", get_args(Recompute)),
         allowed("gather", gathers),
+        allowed("zero", zeros),
     ):
         is_allowed = allowed("schedule", [schedule]) and allowed("stages", [stages])
         if is_allowed and allowed("microbatches", [rows // n]):
@@ -126,8 +129,10 @@ def _inner_forms(
                 stages=stages,
                 recompute=recompute,
                 gather=gather,
+                zero=zero,
                 compiled=allowed("compiled", [False, True])[0],
                 regather=allowed("regather", [False, True])[0],
+                balanced=base.cp > 1 and allowed("balanced", [False, True])[0],
             )
 
 
@@ -150,7 +155,8 @@ def search(
     """Return what was tried, for all forms or for the neighbours of one."""
     result = Search()
     if near is not None:
-        fixed = {"compiled": near.compiled, "regather": near.regather, **fixed}
+        unsearched = ("compiled", "regather", "balanced")
+        fixed = {**{name: getattr(near, name) for name in unsearched}, **fixed}
     times = StepTimes(model, prices)
     takes: set[tuple[str, Any]] = set()
     candidates = forms(model, devices, prices.node, fixed, max_rows)

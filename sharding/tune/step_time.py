@@ -151,9 +151,10 @@ class StepTimes:
 
         # what is exposed in a block, and in a stage for one microbatch or for the step
         per_microbatch = form.gather == "microbatch"
+        frees = per_microbatch and form.zero == 3
         block = costs.block.parameters
         block_gather, block_reduction = gather(block), reduction(block)
-        backward_shards = block_reduction + (block_gather if per_microbatch else 0.0)
+        backward_shards = block_reduction + (block_gather if frees else 0.0)
         exposed_forward = max(0.0, block_gather - units.block_forward.seconds)
         exposed_backward = max(0.0, backward_shards - units.block_backward.seconds)
         last = len(split.layers) - 1
@@ -171,7 +172,7 @@ class StepTimes:
             shard_backward = count * exposed_backward + edge_reduction
             forwards.append(forward + (shard_forward if per_microbatch else 0.0))
             backwards.append(backward + (shard_backward if per_microbatch else 0.0))
-            shard_times.append(shard_forward + shard_backward)
+            shard_times.append(form.gathers * shard_forward + form.reductions * shard_backward)
 
         own = max(
             (stages_of_rank(form, rank) for rank in range(form.pp)),
@@ -184,9 +185,9 @@ class StepTimes:
         if last in own:
             total = total.plus(units.edge_forward, m).plus(units.edge_backward, m)
         held = sum(split.parameters[stage] for stage in own)
-        times = m if per_microbatch else 1
         # blocks are gathered once more for backward; the outermost unit is not freed until then
-        again = blocks * block if per_microbatch else 0.0
+        again = blocks * block if frees else 0.0
+        gathered = form.gathers * (held + again)
         dp = prices.seconds("all_reduce", _OWN * held * pieces, replicas)
         if m == 1 and form.pp == 1:  # behind backward, next to what the shards send there
             slack = units.block_backward.seconds - backward_shards
@@ -198,13 +199,13 @@ class StepTimes:
             bubble_of = _simulated_bubble if simulate else _bubble
             bubble = bubble_of(form, forwards, backwards, hop)
         device = prices.device
-        copied = times * _COPY_IN * held if form.devices > form.pp * form.tp else 0.0
+        copied = form.reductions * _COPY_IN * held if form.devices > form.pp * form.tp else 0.0
         if form.shards > 1:
-            copied += times * _COPY_OUT * (held + again)
+            copied += _COPY_OUT * gathered
         moved = {
             "tp": total.tp_bytes,
             "cp": total.cp_bytes,
-            "fsdp": times * share * (_IN_USE * (held + again) + _REDUCED * held),
+            "fsdp": share * (_IN_USE * gathered + form.reductions * _REDUCED * held),
             "dp": _OWN * held * pieces,
             "pp": 2 * m * stream * form.stages if form.pp > 1 else 0.0,
         }
@@ -213,7 +214,7 @@ class StepTimes:
             attention=total.attention,
             other=total.other,
             tp=total.tp,
-            fsdp=times * sum(shard_times[stage] for stage in own),
+            fsdp=sum(shard_times[stage] for stage in own),
             cp=total.cp,
             dp=dp,
             copies=copied / (device.bandwidth * device.traffic),
@@ -226,7 +227,7 @@ class StepTimes:
         node = self._prices.node
         groups = form.group("tp", node), form.group("cp", node)
         options = form.sequence_parallel, form.recompute, form.compiled, form.regather
-        key = (*groups, form.rows, *options)
+        key = (*groups, form.rows, *options, form.balanced)
         units = self._units.get(key)
         if units is None:
             costs = self._model.costs(form.tp, form.sequence_parallel, form.compiled)
@@ -237,7 +238,8 @@ class StepTimes:
                 gathers = Phase(communication={"all_gather": use})
                 backward = backward.plus(self._pass(gathers, costs.block, form, sends=0))
             if form.recompute == "full":
-                backward = backward.plus(forward)
+                again = self._pass(costs.block.again_whole, costs.block, form, sends=1)
+                backward = backward.plus(again)
             elif form.recompute == "selective":
                 again = self._pass(costs.block.again, costs.block, form, sends=0)
                 backward = backward.plus(again)
@@ -259,9 +261,9 @@ class StepTimes:
         """
         prices, device = self._prices, self._prices.device
         scale = form.rows / form.cp
-        # The last rank of cp has the last queries, which see all keys; without a causal mask all
-        # ranks do.
-        unseen = phase.whole_attention - phase.attention
+        # The last rank of cp has the last queries, which see all keys, unless sequences are
+        # balanced; without a causal mask all ranks do.
+        unseen = 0.0 if form.balanced else phase.whole_attention - phase.attention
         attention = scale * (phase.attention + unseen * (1 - 1 / form.cp))
         attention /= device.flops * device.attention
         tp_group = form.group("tp", prices.node)

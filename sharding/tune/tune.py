@@ -39,7 +39,7 @@ def tune(
     near: Form | None = None,
     max_microbatch: int | None = None,
     loss: Loss | None = None,
-    plan: Mapping[str, str] | None = None,
+    plan: Mapping[str, Any] | None = None,
     build: str | None = None,
     top: int = 5,
 ) -> Tuning:
@@ -65,7 +65,8 @@ def tune(
         max_microbatch: the most rows of a microbatch on a data rank.
         loss: a function of output and batch that returns the loss; by default the cross entropy of
             logits, or the mean of another output.
-        plan: a plan of tensor parallelism in strings, in place of the model's own.
+        plan: a plan of tensor parallelism in place of the model's own, such as that of
+            `propose_plan`, or in strings of Hugging Face's.
         build: lines of a function `build()` for the program.
         top: the number of forms in the table.
 

@@ -38,6 +38,9 @@ FORMS = {
     "fsdp, tp, sp, recompute selectively": Form(
         fsdp=2, tp=2, sequence_parallel=True, rows=4, recompute="selective"
     ),
+    "fsdp, cp, balanced": Form(fsdp=2, cp=2, balanced=True, rows=4),
+    "zero 1": Form(fsdp=2, rows=2, microbatches=2, zero=1),
+    "zero 2, tp": Form(fsdp=2, tp=2, rows=2, microbatches=2, zero=2),
     "pp, recompute selectively": Form(pp=2, rows=2, microbatches=4, recompute="selective"),
 }
 
@@ -85,6 +88,7 @@ def test_settings_of_accelerate():
     )
     assert (made.dp_replicate_size, made.dp_shard_size, made.tp_size, made.cp_size) == (2, 4, 2, 1)
     assert "no pipeline" in accelerate_text(Form(pp=2))
+    assert "FSDP alone (zero=1)" in accelerate_text(Form(fsdp=4, zero=1))
 
 
 def test_flags_of_torchtitan():
@@ -103,5 +107,6 @@ def test_flags_of_torchtitan():
     assert "--activation_checkpoint.selective_ac_option op" in selective
     compiled = titan_text(replace(form, compiled=True), model)
     assert compiled == f"{titan_text(form, model)} --compile.enable"
+    assert "shards parameters" in titan_text(Form(fsdp=2, rows=4, zero=2), model)
     regather = Form(tp=2, sequence_parallel=True, rows=8, regather=True)
     assert titan_text(regather, model).startswith("# torchtitan saves what it gathers")

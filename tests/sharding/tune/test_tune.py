@@ -122,6 +122,20 @@ def test_neighbours_are_compiled_and_regather_as_the_form_is(llama):
     assert [x.form for x in eager.candidates if x.form.compiled] == [near]
 
 
+def test_zero_stages(llama):
+    """With microbatches FSDP gathers most, and ZeRO-1 holds most."""
+    fix = {"fsdp": 4, "tp": 1, "pp": 1, "cp": 1, "rows": 1, "recompute": "none"}
+    best = {
+        zero: sm.tune(llama, tiny.ids(16), devices=4, fix={**fix, "zero": zero}).best
+        for zero in (1, 2, 3)
+    }
+    moved = {zero: candidate.time.moved["fsdp"] for zero, candidate in best.items()}
+    assert moved[1] < moved[2] < moved[3]
+    assert best[1].memory.total > best[2].memory.total > best[3].memory.total
+    with pytest.raises(ValueError, match="zero=1 needs fsdp or cp, and neither a pipeline nor dp"):
+        sm.tune(llama, tiny.ids(16), devices=4, fix={"zero": 1, "fsdp": 1, "cp": 1})
+
+
 # -- prices ----------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,80 @@
+"""A model's lists of blocks, and copies of the model with a few blocks of each.
+
+layers  [dense, dense, moe, moe, moe]      kinds: dense (2), moe (3)
+short   [dense, moe]                       one block of each kind
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..parallel.data.wrap import AUTO, matching_modules
+
+_LAYER_COUNTS = ("num_hidden_layers", "num_layers")
+
+
+@dataclass(frozen=True)
+class BlockList:
+    """A list of blocks.
+
+    Attributes:
+        path: its path.
+        kinds: the indices of the blocks with the same parameters, for each kind.
+    """
+
+    path: str
+    kinds: tuple[tuple[int, ...], ...]
+
+    @property
+    def count(self) -> int:
+        """The number of blocks."""
+        return sum(map(len, self.kinds))
+
+    def kind_of(self, index: int) -> int:
+        """Return the kind of a block."""
+        return next(k for k, indices in enumerate(self.kinds) if index in indices)
+
+
+def block_lists(model: nn.Module) -> list[BlockList]:
+    """Return the lists of blocks of a model; none for a model without blocks that repeat."""
+    try:
+        paths = [path for path, _ in matching_modules(model, AUTO)]
+    except ValueError:
+        return []
+    lists = []
+    for parent in dict.fromkeys(path.rpartition(".")[0] for path in paths):
+        blocks = model.get_submodule(parent)
+        is_list = isinstance(blocks, nn.ModuleList | nn.Sequential)
+        if not is_list or len(blocks) < 2:
+            continue
+        kinds: dict[Any, list[int]] = {}
+        for index, block in enumerate(blocks):
+            shapes = tuple((name, tuple(x.shape)) for name, x in block.named_parameters())
+            kinds.setdefault(shapes, []).append(index)
+        lists.append(BlockList(parent, tuple(map(tuple, kinds.values()))))
+    return lists
+
+
+def shorten(model: nn.Module, blocks: Mapping[str, Sequence[int]]) -> nn.Module:
+    """Return a copy of a model with copies of some of its blocks.
+
+    Args:
+        model: the model.
+        blocks: path of a list of blocks -> the indices of those of the copy.
+    """
+    memo: dict[int, Any] = {}
+    for path, indices in blocks.items():
+        whole: Any = model.get_submodule(path)
+        chosen = nn.ModuleList(copy.deepcopy(whole[index]) for index in indices)
+        memo[id(whole)] = nn.Sequential(*chosen) if isinstance(whole, nn.Sequential) else chosen
+    short = copy.deepcopy(model, memo)
+    config: Any = getattr(short, "config", None)
+    for name in _LAYER_COUNTS:  # which some forwards read
+        if len(blocks) == 1 and getattr(config, name, None) is not None:
+            setattr(config, name, len(next(iter(blocks.values()))))
+    return short
