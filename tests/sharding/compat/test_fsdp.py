@@ -857,6 +857,20 @@ def test_memory_by_to_empty(mesh):
 
 
 @every_rank(2)
+def test_values_written_over_others_that_ranks_made_differently(mesh):
+    """Trainers keep the model of rank 0 and call `to_empty` on the others, then load a state."""
+    made = shard(mesh)
+    if mesh.get_rank() == 0:
+        made.to(mesh.device)
+    else:
+        made.to_empty(device=mesh.device)
+    values = net().state_dict()
+    made.load_state_dict({name: sm.distribute_tensor(x, mesh) for name, x in values.items()})
+    step(made, mesh)
+    check_equal(gradients(made), expected_gradients())
+
+
+@every_rank(2)
 def test_placements_of_parameters_are_equal_to_those_of_torch(mesh):
     made = shard(mesh)
     assert all(x.placements == (Shard(0),) for x in made.parameters())
