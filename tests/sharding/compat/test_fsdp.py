@@ -665,6 +665,11 @@ def test_what_is_refused(mesh):
         made.set_reduce_scatter_max_input_buffers(0)
     with pytest.raises(ValueError, match="expected modules of fully_shard"):
         share_comm_ctx([nn.Linear(1, 1)])
+    model = nn.Linear(4, 4)
+    model.weight.fsdp_pre_all_gather = None  # as of torchao's tensors for gathers in float8
+    with pytest.raises(NotImplementedError, match="weight has fsdp_pre_all_gather"):
+        fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh, ignored_params={model.weight})
 
 
 @every_rank(2)
