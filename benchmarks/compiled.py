@@ -206,7 +206,7 @@ LONGEST_RECORDING = 10  # eager steps that a recording should take at most
 def rows_of(by_name: dict[str, Found]) -> list[list[str]]:
     return [
         [
-            name,
+            f"{name} (wrong losses)" if x.is_wrong else name,
             f"{x.times.median * 1e3:.1f}",
             str(x.calls),
             f"{x.received / 1e6:.2f}",

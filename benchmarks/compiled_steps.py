@@ -109,6 +109,7 @@ class Found:
         recording: of a graph, the seconds of the call that records it.
         start: seconds of the first steps, to the first that runs compiled code and one after it,
             above what as many later steps take: recording and compiling, with nothing on disk.
+        is_wrong: whether the losses differ from those of torch in eager mode.
     """
 
     times: Times
@@ -117,13 +118,14 @@ class Found:
     peak: int
     recording: float = 0.0
     start: float = 0.0
+    is_wrong: bool = False
 
     @staticmethod
     def of_ranks(each: list[Found]) -> Found:
         """Return what was found on all ranks."""
         most = {
             name: max(getattr(one, name) for one in each)
-            for name in ("calls", "received", "peak", "recording", "start")
+            for name in ("calls", "received", "peak", "recording", "start", "is_wrong")
         }
         return Found(slowest([one.times for one in each]), **most)
 
@@ -183,7 +185,7 @@ def measure(
     Args:
         cache: an empty folder, in which each implementation has one for what Inductor compiles.
 
-    Raises: RuntimeError if their losses differ.
+    Raises: RuntimeError if losses of ours differ from those of torch in eager mode.
     """
     setup = Setup(replace(size, experts=EXPERTS) if form.has_experts else size, ranks)
     backends = {EAGER_BACKEND: "eager"} | ({INDUCTOR: "inductor"} if inductor else {})
@@ -199,10 +201,13 @@ def measure(
     steps[best + UNCHECKED] = Steps(form.ours(setup), backend, check_state=False)
     losses, first = {}, {}
     for i, (name, one) in enumerate(steps.items()):
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(cache) / f"{form.name} {i}")
+        folder = Path(cache) / f"{FORMS.index(form)}-{i}"  # Inductor's g++ takes no blanks
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
         dist.barrier()
         losses[name], first[name] = one.first()
-    check_losses(losses)
+    wrong = names_with_wrong_losses(losses)
+    if not wrong <= form.theirs.keys():
+        raise RuntimeError(f"the losses of {', '.join(sorted(wrong))} are wrong: {losses}")
     peaks = {name: peak_of(one.step) for name, one in steps.items()}
     sent = {name: collectives_of(one.step, name in form.theirs) for name, one in steps.items()}
     calls: dict[str, Call] = {name: one.step for name, one in steps.items()}
@@ -214,16 +219,22 @@ def measure(
             peaks[name],
             one.recording,
             first[name] - FIRST_STEPS * times[name].median,
+            name in wrong,
         )
         for name, one in steps.items()
     }
 
 
-def check_losses(losses: dict[str, list[float]]) -> None:
-    """Raise a RuntimeError unless the losses of all implementations are equal."""
-    for each in zip(*losses.values(), strict=True):
-        if max(each) - min(each) > TOLERANCE * abs(max(each)):
-            raise RuntimeError(f"the implementations' losses differ: {losses}")
+def names_with_wrong_losses(losses: dict[str, list[float]]) -> set[str]:
+    """Return the implementations whose losses differ from those of the first, torch in eager
+    mode.
+    """
+    expected, *_ = losses.values()
+    return {
+        name
+        for name, by_step in losses.items()
+        if any(abs(a - b) > TOLERANCE * abs(b) for a, b in zip(by_step, expected, strict=True))
+    }
 
 
 def collectives_of(call: Call, theirs: bool) -> tuple[int, int]:

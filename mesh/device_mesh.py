@@ -35,7 +35,7 @@ from .launch.process_groups import local_device, start_processes
 from .monitor.startup import same_mesh
 from .monitor.torch_calls import hooks
 from .processes.process import ProcessGroup, ProcessWorld
-from .topology import Topology, torchrun_node_size
+from .topology import Topology
 
 
 class DeviceMesh(AbstractMesh):
@@ -234,9 +234,7 @@ class DeviceMesh(AbstractMesh):
         self.world.configured_meshes.add(self)
 
     def _default_topology(self) -> Topology:
-        node_size = (
-            torchrun_node_size(self.world.size) if isinstance(self.world, ProcessWorld) else None
-        )
+        node_size = self.world.node_size if isinstance(self.world, ProcessWorld) else None
         return Topology.default(self.device_type, node_size)
 
     def group(self, axes: Axes | None = None) -> Group:
@@ -855,7 +853,8 @@ def _cached_mesh(
     mesh = world.meshes.get(key)
     if mesh is None:
         mesh = world.meshes[key] = _make(world, device_type, ranks, names, backends)
-    if ranks.size == world.size and isinstance(world, ProcessWorld):
+    is_current = world is not thread_context.world  # not one of earlier groups
+    if ranks.size == world.size and isinstance(world, ProcessWorld) and is_current:
         hooks.monitor_calls(world.monitor)
     return mesh
 

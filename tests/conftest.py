@@ -14,7 +14,7 @@ import torch
 from shardmesh.mesh.monitor.recording.cleanup import remove_left
 from shardmesh.mesh.monitor.recording.files import parent_folders
 from tests import device, tiers
-from tests.ranks import POOLS, forked, world4, world8  # noqa: F401
+from tests.ranks import POOLS, forked, no_job_is_left, one_rank_job, world4, world8  # noqa: F401
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # set by shells for background processes
     signal.signal(signal.SIGINT, signal.default_int_handler)  # for the tests of Ctrl-C

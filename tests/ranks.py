@@ -6,6 +6,7 @@
     world8                                  gloo, torch.distributed or processes matter
     forked       tests/forked.py            processes that end as those of a program do: ranks that
                                             die, hang, raise or exit, and what is left of them
+    one_rank_job                            this process itself, as a job of one rank
     sm.launch, torchrun, python file.py     only for tests of launch, of commands and of examples
 
 Ranks on several hosts are in `tests/multinode`, and programs with known faults in `tests/faults`,
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch.distributed as dist
 
 from tests.forked import Forked
 from tests.pool import Pool
@@ -51,3 +53,20 @@ def forked() -> Iterator[Forked]:
     """
     with Forked("tests.mesh.monitor.forked_ranks", "tests.mesh.monitor.startup.starts") as forked:
         yield forked
+
+
+@pytest.fixture
+def one_rank_job() -> Iterator[None]:
+    """End the job of one rank that the test starts, by a mesh outside of `simulate`."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def no_job_is_left() -> Iterator[None]:
+    """Fail the test that leaves this process in a job, in which all later tests would run."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail("the test has started a job and not ended it: use the fixture `one_rank_job`")

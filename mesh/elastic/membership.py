@@ -20,7 +20,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -629,6 +629,8 @@ class Membership:
         )
         timeouts.manage(dist.group.WORLD, is_own=False)
         self.world, self._world_members = process_world(), members
+        # not by the environment, in which a rank knows of its own host alone
+        self.world.node_size = node_size([self._infos[member].machine for member in members])
         self._monitor = monitor_of(self.world)
         if self.world.size > 1 and self._monitor is None:
             raise ElasticJobError("the monitor could not be started again, and tells who is lost")
@@ -727,6 +729,20 @@ class Membership:
         if self._connection is not None:
             self._connection[1].close()
             self._connection = None
+
+
+def node_size(hosts: Sequence[Hashable]) -> int | None:
+    """Return how many consecutive ranks share a host; None for one host, or uneven ones.
+
+    Args:
+        hosts: of each rank.
+    """
+    size = len(hosts) // len(set(hosts))
+    is_even = size * len(set(hosts)) == len(hosts)
+    are_consecutive = is_even and all(
+        len(set(hosts[start : start + size])) == 1 for start in range(0, len(hosts), size)
+    )
+    return size if are_consecutive and size < len(hosts) else None
 
 
 def _backend_of_default_group() -> str:

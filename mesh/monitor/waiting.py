@@ -3,6 +3,8 @@
 first 10 ms       only waits
 up to 20 ms       reads the alarm: whether another rank has given a verdict
 then              reads the trace buffers of all ranks every 25 ms, and gives one if it must
+
+For a message of a `Channel`, as between stages of a pipeline, twice as long each.
 """
 
 from __future__ import annotations
@@ -29,12 +31,14 @@ from .job import Job
 from .recording.job_directory import Alarm, is_near
 
 _SLICE, _LONG_SLICE = timedelta(milliseconds=10), timedelta(milliseconds=25)
+# ranks of a pipeline wait for messages much of the time
+_MESSAGE_SLICE, _LONG_MESSAGE_SLICE = timedelta(milliseconds=20), timedelta(milliseconds=50)
 _LONG_NS = 20_000_000  # from then on a waiting rank reads all trace buffers; before, only the alarm
 _SPINS = 20  # checks without sleeping in between
 _NAP_S, _LONGEST_NAP_S = 1e-4, 1e-2
-_LONGEST_NAP_FOR_MESSAGE_S = 5e-4  # a stage of a pipeline computes nothing until its message comes
+_LONGEST_NAP_FOR_MESSAGE_S = 5e-4  # in `permute`, such as each hop of ring attention
 _DIAGNOSE_EVERY_NS = 10_000_000  # the longest time between two diagnoses of one wait
-_DIAGNOSE_MESSAGE_EVERY_NS = 50_000_000  # ranks of a pipeline wait for messages much of the time
+_DIAGNOSE_MESSAGE_EVERY_NS = 50_000_000
 TO_EXPLAIN_S = 1.0  # how long to look for the reason of a broken connection
 _SHORT = timedelta(milliseconds=1)
 _IS_PENDING = "Operation timed out!"  # c10d::Work::wait, when the time is over
@@ -187,7 +191,15 @@ class Waiting:
         is gone. Raises: the diagnosed WatchError.
         """
         if not self._is_done_soon(recorder, sequence, work, _SLICE):
-            self._wait_long(recorder, sequence, work)
+            self._wait_long(recorder, sequence, work, _SLICE, _LONG_SLICE)
+
+    def wait_for_message(self, recorder: Recorder, sequence: int, work: Any) -> None:
+        """Wait for a message on the CPU, checking the other ranks.
+
+        After 20 ms and 40 ms, then every 50 ms. Raises: the diagnosed WatchError.
+        """
+        if not self._is_done_soon(recorder, sequence, work, _MESSAGE_SLICE):
+            self._wait_long(recorder, sequence, work, _MESSAGE_SLICE, _LONG_MESSAGE_SLICE)
 
     def _is_done_soon(
         self, recorder: Recorder, sequence: int, work: Any, slice_: timedelta
@@ -205,9 +217,16 @@ class Waiting:
             self.wait_to_the_end(recorder, sequence, work)
         return True
 
-    def _wait_long(self, recorder: Recorder, sequence: int, work: Any) -> None:
+    def _wait_long(
+        self,
+        recorder: Recorder,
+        sequence: int,
+        work: Any,
+        slice_: timedelta,
+        long_slice: timedelta,
+    ) -> None:
+        """Wait in slices of time; in long ones once trace buffers are read after each."""
         since = monotonic_ns()
-        slice_ = _SLICE
         with self._publish_blocked(recorder, sequence, since):
             while not self._is_done_soon(recorder, sequence, work, slice_):
                 is_long = monotonic_ns() - since >= _LONG_NS
@@ -218,7 +237,7 @@ class Waiting:
                 ):
                     work.wait(default_pg_timeout)
                     return
-                slice_ = _LONG_SLICE if is_long else slice_
+                slice_ = long_slice if is_long else slice_
 
     def poll(self, recorder: Recorder, sequence: int, work: Any) -> None:
         """Wait for torch's work on an accelerator, checking the other ranks.

@@ -31,9 +31,11 @@ from ..monitor.process_hooks import start_monitor
 from ..monitor.startup.job_name import find_name
 from ..monitor.torch_calls import hooks
 from ..settings import settings
+from ..topology import torchrun_node_size
 from .torch_groups import calls
 from .torch_groups.new_group import add_host, has_host, is_default_backend, new_group, without_host
 from .torch_groups.works import (
+    MonitoredMessage,
     MonitoredMessages,
     MonitoredWork,
     PolledWork,
@@ -53,7 +55,15 @@ class ProcessGroup(Group):
     its ranks, say) must not do it.
     """
 
-    __slots__ = ("_backend", "_channel", "_connected", "_label", "_lacks_host", "_torch_group")
+    __slots__ = (
+        "_backend",
+        "_broadcasts_messages",
+        "_channel",
+        "_connected",
+        "_label",
+        "_lacks_host",
+        "_torch_group",
+    )
 
     def __init__(
         self,
@@ -67,6 +77,7 @@ class ProcessGroup(Group):
         self._backend = backend
         self._label = label
         self._connected = self._lacks_host = False
+        self._broadcasts_messages: bool | None = None  # before the first message
         # Weak, because a group that outlives destroy_process_group aborts the process at exit.
         self._torch_group = None if torch_group is None else weakref.ref(torch_group)
         is_default = (
@@ -308,10 +319,37 @@ class ProcessGroup(Group):
         return work if async_op or work is None else work.wait()
 
     def _send(self, x: Tensor, dst: int) -> Work | None:
+        if self._is_message_broadcast(x):
+            return self._broadcast_message(x, self.rank)
         return self._permute(x.new_empty(0), x, dst, None, True)
 
     def _receive(self, out: Tensor, src: int) -> Work | None:
+        if self._is_message_broadcast(out):
+            return self._broadcast_message(out, src)
         return self._permute(out, out.new_empty(0), None, src, True)
+
+    def _is_message_broadcast(self, x: Tensor) -> bool:
+        """Return whether messages of this group of two ranks are broadcasts.
+
+        gloo's own messages are waited for without a time limit. A rank that checks the others
+        meanwhile would have to ask again and again whether the sender has called. A broadcast moves
+        the same bytes, and has a timed wait.
+        """
+        if x.device.type != "cpu":
+            return False
+        if self._broadcasts_messages is None:
+            handle = self._channel_for(x.device)
+            # with TORCH_DISTRIBUTED_DEBUG=DETAIL collectives wait for all ranks when they begin
+            is_detailed = dist.get_debug_level() is dist.DebugLevel.DETAIL
+            self._broadcasts_messages = _is_gloo(handle, x.device) and not is_detailed
+        return self._broadcasts_messages
+
+    def _broadcast_message(self, x: Tensor, src: int) -> Work | None:
+        if not x.numel():
+            return DONE
+        if x.dtype not in dtype_encoding.NATIVE or x.is_neg():
+            x = dtype_encoding.as_bytes(x)
+        return self._start(calls.broadcast, (x,), True, x, src, kind=MonitoredMessage)
 
     def _connect(self, handle: dist.ProcessGroup, x: Tensor) -> None:
         """Run one collective of all ranks before the first message.
@@ -421,6 +459,8 @@ class ProcessWorld(World):
             started; "" if it has no store.
         connect_s: seconds for the ranks of a new group of gloo to connect, once all are known to be
             there; as long as it takes by default.
+        node_size: how many consecutive ranks share a node, by the environment when the world began;
+            None for one node, or uneven ones.
     """
 
     monitor: Monitor | None
@@ -433,6 +473,7 @@ class ProcessWorld(World):
         self.from_torch: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.job = ""
         self.connect_s = math.inf
+        self.node_size = torchrun_node_size(size)
         if default is not None and size > 1:
             self._start_monitor()
 

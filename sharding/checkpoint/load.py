@@ -16,7 +16,6 @@ from ...mesh.comm.current_world import current_world
 from ...mesh.comm.group import Group
 from ...mesh.comm.world import World
 from ...mesh.processes.process import ProcessGroup, ProcessWorld
-from ...mesh.topology import torchrun_node_size
 from ..layout.layout import Layout
 from ..tensor.sharded_tensor import ShardedTensor
 from .agreement import CheckpointError, agree, all_ranks, attempt, run_on_all_ranks
@@ -353,7 +352,7 @@ def _sharing(world: World, ranks: Sequence[int]) -> list[int]:
 
 def _node(world: World) -> range:
     """Return the ranks on this rank's node; all ranks if nodes are not known."""
-    size = torchrun_node_size(world.size) if isinstance(world, ProcessWorld) else None
+    size = world.node_size if isinstance(world, ProcessWorld) else None
     size = size or world.size
     first = world.rank // size * size
     return range(first, first + size)

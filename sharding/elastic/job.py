@@ -46,6 +46,7 @@ from ..checkpoint.state import RandomState
 from ..checkpoint.storage.folder import latest
 from ..optim.matrix_optimizer import MatrixOptimizer
 from .handover import hand_over
+from .pipelines import load_named, named, pipelines_of, whole_tree
 from .recovery import StateLostError, recover
 from .redundancy import Redundancy, StateCopy
 from .snapshot import (
@@ -53,10 +54,9 @@ from .snapshot import (
     missing_parts,
     optimizers_of,
     parameters_of,
-    refuse_pipelines,
     whole_copy,
 )
-from .spares import SentMesh, with_empty_parts, without_parts
+from .spares import with_empty_parts, without_parts
 
 _log = logging.getLogger(__name__)
 
@@ -172,7 +172,7 @@ class ElasticJob:
     Raises:
         LaunchEnvironmentError: ranks that are simulated, or not monitored; a process that joins a
             job which has ended.
-        ValueError: pipelines.
+        ValueError: pipelines, with spares.
 
     Communication: a few messages to the job's store; that of loading a checkpoint.
     """
@@ -236,7 +236,11 @@ class ElasticJob:
         self._most_ranks = size - self._spares
         self.mesh = self._mesh_of(size)
         self.state = self._build(self.mesh)
-        refuse_pipelines(self.state)
+        if self._spares and pipelines_of(self.state):
+            raise ValueError(
+                f"spares={self._spares}: a rank outside of the mesh cannot build a pipeline; let "
+                "make_mesh return a mesh of all ranks, with as many replicas of stages as there are"
+            )
         write = _kind_of_write(optimizers_of(self.state))
         self._members = Membership(current_world(), write, self._missing_parts, min_ranks)
         newest = self._newest_checkpoint()
@@ -245,7 +249,8 @@ class ElasticJob:
             self.first_step = newest
             self._members.member = protocol.begin_at(self._members.member, newest)
         self._start()
-        self._begin_epoch()
+        version = Snapshot({"state": self.state, "random": RandomState()})
+        self._begin_epoch(self._first_copies(version, self.mesh))
 
     def _join(self, min_ranks: int) -> None:
         """Become a member of the job that runs, and take over its state."""
@@ -289,8 +294,8 @@ class ElasticJob:
         """The number of this rank at the start of the job."""
         return self._members.member.rank
 
-    def _begin_epoch(self) -> None:
-        """Take over the members, and the optimizers of a new state."""
+    def _begin_epoch(self, redundancy: Redundancy | None) -> None:
+        """Take over the members, the optimizers of a new state, and the copies of it."""
         self._member_ranks = self._members.member.members
         self._remove_hooks()
         for optimizer in optimizers_of(self.state):
@@ -300,11 +305,23 @@ class ElasticJob:
         self._last = None
         version = self._snapshot()
         self._remember(version)
-        self._redundancy = None
-        if self._refresh_every and not self.is_spare:
-            self._redundancy = Redundancy(self.mesh)
-            self._redundancy_epoch = self._members.member.epoch, self._member_ranks
-            self._redundancy.refresh(version.tree(), self.step)
+        self._redundancy = redundancy
+        self._redundancy_epoch = self._members.member.epoch, self._member_ranks
+
+    def _first_copies(self, version: Snapshot, mesh: DeviceMesh) -> Redundancy | None:
+        """Return the copies of a state on a new mesh, once they have arrived on all ranks.
+
+        Until all ranks have them, none gives up what it had before: otherwise a loss in between
+        would find no copy.
+
+        Communication: as `Redundancy.refresh` and `finish`.
+        """
+        if not self._refresh_every or mesh.coordinate is None:
+            return None
+        redundancy = Redundancy(mesh)
+        redundancy.refresh(self._whole_on(mesh, version.tree()), self.step)
+        redundancy.finish()
+        return redundancy
 
     def _remove_hooks(self) -> None:
         while self._hooks:
@@ -351,9 +368,9 @@ class ElasticJob:
         folder = self._checkpoint
         if folder is None:
             raise ValueError("job.save(): write ElasticJob(..., checkpoint=folder) to save into it")
-        tree = {"state": self.state, "random": RandomState()}
         try:
             with termination.interruptible(True):
+                tree = {"state": named(self.state), "random": RandomState()}
                 save(tree, folder, step=self.step, keep=keep)
         except (CheckpointError, OSError):
             raise
@@ -372,7 +389,11 @@ class ElasticJob:
     def _load(self, step: int) -> None:
         """Load a checkpoint into the state."""
         like = {"state": self.state, "random": RandomState()}
-        self.state = load(self._checkpoint or "", like, step=step)["state"]
+        self.state = self._loaded(like, step)["state"]
+
+    def _loaded(self, like: Any, step: int) -> Any:
+        """Return `like` with what a checkpoint has."""
+        return load_named(like, load(self._checkpoint or "", named(like), step=step))
 
     # -- a step ------------------------------------------------------------------------------------
 
@@ -500,7 +521,7 @@ class ElasticJob:
             members.commit()
         self._remember(version)
         if self._redundancy is not None and self.step % self._refresh_every == 0:
-            self._redundancy.refresh(version.tree(), self.step)
+            self._redundancy.refresh(self._whole_on(self.mesh, version.tree()), self.step)
         if self._is_changing:
             self._is_changing = False
             self._change_members()
@@ -548,6 +569,7 @@ class ElasticJob:
             leaving = [self._member_ranks.index(rank) for rank in change.leaving]
             if not self.is_spare:
                 tree = self._versions[members.member.current].tree()
+                tree = self._whole_on(self.mesh, tree)
                 copies = hand_over(tree, self.step, self.mesh, leaving)
                 self._copies = {members.member.current: copies}
             members.wait_for_all()
@@ -660,12 +682,14 @@ class ElasticJob:
             self._layouts[member.epoch] = Snapshot(like)
             self._meshes[member.epoch] = mesh
             recovered = self._recover(decision, like)
+            version = Snapshot(recovered)
+            redundancy = self._first_copies(version, mesh)
         current = members.member.current
-        self._layouts[member.epoch] = self._versions[current] = Snapshot(recovered)
+        self._layouts[member.epoch] = self._versions[current] = version
         members.confirm()
         self.mesh, self.state = mesh, recovered["state"]
         del self.losses[current.step - self.first_step :]
-        self._begin_epoch()
+        self._begin_epoch(redundancy)
 
     def _recover(self, decision: Decision, like: Any) -> Any:
         """Return `like` with the values of the decided version, or of one before if it is lost."""
@@ -687,9 +711,11 @@ class ElasticJob:
         have_copies = all(told[rank].has_copies for rank in holders)
         if decision.is_held_by_all and holders and (are_whole or have_copies):
             if version is not None and are_whole:
-                version = replace(version, holders={}, received={})
+                version = self._version_alone(source)
+            version = self._with_all_stages(source, version, like)
             mesh = self._meshes.get(source.epoch)
-            return recover(self._completed(holders, version, mesh, like), like, numbers)
+            version = self._completed(holders, version, mesh, like)
+            return load_named(like, recover(version, named(like), numbers))
         return self._recover_earlier(decision, like, told, version)
 
     def _held_version(self, source: Copy) -> StateCopy | None:
@@ -699,7 +725,37 @@ class ElasticJob:
             return None
         if source in self._copies:
             return self._copies[source]
+        return self._version_alone(source)
+
+    def _version_alone(self, source: Copy) -> StateCopy:
+        """Return a version that this rank has, without copies of others'."""
         return StateCopy(source.step, self._versions[source].tree(), {}, {}, 0)
+
+    def _with_all_stages(
+        self, source: Copy, version: StateCopy | None, like: Any
+    ) -> StateCopy | None:
+        """Return a version with what others have of pipelines: each rank has that of its stages.
+
+        Args:
+            version: None on ranks that have no part of it.
+
+        Communication: one all_gather of small objects, if there are pipelines.
+        """
+        if not pipelines_of(like["state"]):
+            return version
+        number = None if version is None else source.members.index(self.rank)
+        tree = None if version is None else version.state
+        tree = whole_tree(tree, _everybody(), number)
+        return None if version is None else replace(version, state=tree)
+
+    def _whole_on(self, mesh: DeviceMesh, tree: Any) -> Any:
+        """Return the tree of a version with what all ranks of its mesh have of pipelines.
+
+        Communication: one all_gather of small objects, if there are pipelines.
+        """
+        if not pipelines_of(self.state):
+            return tree
+        return whole_tree(tree, mesh.group(mesh.axis_names), mesh.get_rank())
 
     def _redundant_steps(self) -> tuple[tuple[int, int], ...] | None:
         """Return the versions of `Redundancy` that this rank has, and that are whole."""
@@ -732,16 +788,16 @@ class ElasticJob:
         if len(holders) < world.size:
             told: Any = None
             if world.rank == holders[0] and version is not None and mesh is not None:
-                structure = without_parts(version.state, mesh)
+                sent = without_parts(version.state, mesh.world.size)
                 run = self.losses, self.first_step
-                told = version.step, structure, version.holders, SentMesh.of(mesh), run
+                told = version.step, sent, version.holders, run
             told = facts_of(_everybody(), holders[0], told)
             if version is None:
-                step, structure, copies, sent_mesh, run = told
+                step, sent, copies, run = told
                 self.losses, self.first_step = run
                 self._knows_losses = True
                 own = self._last or Snapshot(like)
-                tree = with_empty_parts(structure, sent_mesh.outside(), own.tree())
+                tree = with_empty_parts(sent, own.tree())
                 version = StateCopy(step, tree, copies, {}, 0)
         if version is None:
             raise RuntimeError("no rank holds the version")
@@ -763,7 +819,8 @@ class ElasticJob:
         member, source = self._members.member, decision.source
         newest = self._newest_checkpoint()
         holders = [rank for rank, one in told.items() if one.is_inside]
-        if newest == source.step and decision.is_held_by_all and holders:
+        has_all_names = not pipelines_of(like["state"])  # not those of a stage that is lost
+        if newest == source.step and decision.is_held_by_all and holders and has_all_names:
             numbers = _numbers(source.members, member.members)
             mesh = self._meshes.get(source.epoch)
             whole = self._completed(holders, version, mesh, like)
@@ -777,12 +834,13 @@ class ElasticJob:
             copied = self._completed(holders, copied, mesh, like)
             before = facts_of(_everybody(), holders[0], self._redundancy_epoch[1])
             self._members.member = protocol.go_back(member, step)
-            return recover(copied, like, _numbers(before, member.members))
+            numbers = _numbers(before, member.members)
+            return load_named(like, recover(copied, named(like), numbers))
         if newest is None or self._checkpoint is None:
             self._raise_lost(decision, told)
         self._members.member = protocol.go_back(member, newest)
         self._tell_losses(told, newest)
-        return load(self._checkpoint, like, step=newest)
+        return self._loaded(like, newest)
 
     def _tell_losses(self, told: Mapping[int, _Holding], step: int) -> None:
         """Tell ranks that have just joined the losses, where they get the state of a checkpoint."""

@@ -23,18 +23,23 @@ from torch import Tensor, nn
 
 from ...kernels.box import Box, box_size
 from ..checkpoint.state import RandomState
-from ..checkpoint.tree import (
-    Leaf,
-    PartialModel,
-    children,
-    is_stateful,
-    leaves,
-    map_leaves,
-    name_of,
-)
+from ..checkpoint.tree import Leaf, children, is_stateful, leaves, map_leaves, name_of
+from ..layout.layout import Layout
+from ..parallel.pipeline.pipeline import Pipeline
+from ..parallel.pipeline.state import WholeModel
 from ..redistribute.plan.cross_mesh import box_on
 from ..tensor.sharded_tensor import ShardedTensor
 from ..training.average import EMA
+from .pipelines import (
+    OwnEntries,
+    OwnModel,
+    OwnState,
+    copied_state,
+    own_optimizer,
+    parameter_layouts,
+    pipeline_of,
+    pipelines_of,
+)
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
 _IMMUTABLE = (int, float, bool, str, type(None))
@@ -53,11 +58,16 @@ class Snapshot:
 
     Args:
         state: a tree of modules, optimizers and other objects with `state_dict`, tensors, numbers.
-        before: an earlier snapshot of the same modules, which knows their buffers.
+        before: an earlier snapshot of the same objects, which knows their buffers.
+
+    Communication: none; of a pipeline without `before` one all_gather of small objects over its
+        axis.
     """
 
     def __init__(self, state: Any, before: Snapshot | None = None) -> None:
         self._buffers: dict[int, _Buffers] = {} if before is None else before._buffers
+        self._stages: dict[int, _StageBuffers] = {} if before is None else before._stages
+        self._pipelines = pipelines_of(state) if before is None else before._pipelines
         self._tree: Any = None
         self._copied = map_leaves(state, lambda _, value: self._copy(value))
 
@@ -70,6 +80,11 @@ class Snapshot:
 
     def _copy(self, value: Any) -> Any:
         """Return a leaf of the state with copies of what forward may write."""
+        if isinstance(value, Pipeline):
+            stages = self._stages.get(id(value))
+            if stages is None or stages.pipe is not value:
+                stages = self._stages[id(value)] = _StageBuffers(value)
+            return _CopiedPipeline(value.whole, *stages.copies(), stages.parameters)
         if isinstance(value, nn.Module):
             buffers = self._buffers.get(id(value))
             if buffers is None or buffers.module is not value:
@@ -80,7 +95,8 @@ class Snapshot:
                 {key: _copied(item) for key, item in group.items() if key != "params"}
                 for group in value.param_groups
             ]
-            return _CopiedOptimizer(value, groups)
+            pipe = pipeline_of(value, self._pipelines) if self._pipelines else None
+            return _CopiedOptimizer(value, groups, None if pipe is None else pipe.whole)
         if isinstance(value, EMA):
             return _Live(value)
         if isinstance(value, RandomState):  # its values are copies already
@@ -120,6 +136,11 @@ class _Live(_Node):
     owner: Any
 
     def tree(self) -> Any:
+        if isinstance(self.owner, EMA) and self.owner.pipe is not None:
+            whole = self.owner.pipe.whole
+            state = self.owner.own_state_dict()
+            own = whole.entries_of(state["average"])
+            return {**state, "average": OwnEntries(whole, own, of_optimizer=False)}
         return self.owner.state_dict()
 
 
@@ -136,18 +157,69 @@ class _CopiedModule(_Node):
 
 @dataclass(frozen=True, eq=False)
 class _CopiedOptimizer(_Node):
-    """An optimizer, and copies of its groups without their parameters."""
+    """An optimizer, and copies of its groups without their parameters.
+
+    Attributes:
+        whole: the model of the pipeline whose parameters it has; None if they are a module's.
+    """
 
     optimizer: torch.optim.Optimizer
     groups: list[dict[str, Any]]
+    whole: WholeModel | None
 
     def tree(self) -> Any:
+        if self.whole is not None:
+            return own_optimizer(self.whole, self.optimizer, self.groups)
         tree = self.optimizer.state_dict()
         groups = [
             {**group, "params": whole_copy(own["params"])}
             for own, group in zip(tree["param_groups"], self.groups, strict=True)
         ]
         return {**tree, "param_groups": groups}
+
+
+@dataclass(frozen=True, eq=False)
+class _CopiedPipeline(_Node):
+    """A pipeline, and copies of the buffers of this rank's stages and of the model's others."""
+
+    whole: WholeModel
+    copies: dict[str, Any]
+    common: dict[str, Any]
+    parameters: Mapping[str, Layout]
+
+    def tree(self) -> Any:
+        own = {**self.whole.own_state(), **self.copies}
+        return OwnModel(self.whole, own, self.common, self.parameters)
+
+
+class _StageBuffers:
+    """The buffers of a pipeline, of this rank's stages and of what belongs to none.
+
+    Attributes:
+        pipe: whose they are.
+        parameters: the layouts of all parameters of the whole model.
+
+    Communication: one all_gather of small objects over the axis, unless all ranks know them.
+    """
+
+    def __init__(self, pipe: Pipeline) -> None:
+        self.pipe = pipe
+        self.parameters = parameter_layouts(pipe.whole)
+        self._stages = [_Buffers(stage) for stage in pipe.stages.values()]
+        self._model = _Buffers(pipe.model)
+
+    def copies(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return copies by first name: of this rank's stages, and of the model's others."""
+        own: dict[str, Any] = {}
+        common: dict[str, Any] = {}
+        for buffers in self._stages:
+            for name, copied in buffers.copies().items():
+                own.setdefault(self.pipe.whole.first_name(name), copied)
+        for name, copied in self._model.copies().items():
+            first = self.pipe.whole.first_name(name)
+            if first not in own:
+                common.setdefault(first, copied)
+        return own, common
 
 
 class _Buffers:
@@ -194,6 +266,10 @@ def whole_copy(tree: Any) -> Any:
 def _copied(value: Any) -> Any:
     if type(value) in _IMMUTABLE:
         return value
+    if type(value) is tuple and all(type(item) in _IMMUTABLE for item in value):  # betas, for one
+        return value
+    if isinstance(value, OwnState):
+        return copied_state(value, _copied)
     return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
@@ -204,8 +280,8 @@ def optimizers_of(tree: Any) -> list[torch.optim.Optimizer]:
 
 
 def parameters_of(tree: Any) -> list[nn.Parameter]:
-    """Return the parameters of the modules in a tree of state."""
-    modules = [value for value in _objects(tree) if isinstance(value, nn.Module)]
+    """Return the parameters of the modules and of the own stages of pipelines in a tree."""
+    modules = [value for value in _objects(tree) if isinstance(value, nn.Module | Pipeline)]
     return list(chain.from_iterable(module.parameters() for module in modules))
 
 
@@ -216,16 +292,6 @@ def _objects(tree: Any) -> Iterator[Any]:
         return
     for _, child in inner:
         yield from _objects(child)
-
-
-def refuse_pipelines(tree: Any) -> None:
-    """Raise ValueError for a model of which each rank has some parameters only."""
-    for value in _objects(tree):
-        if isinstance(value, PartialModel) and not isinstance(value, nn.Module):
-            raise ValueError(
-                "an elastic job keeps the state of each committed step, and that of a pipeline is "
-                "gathered from all of its stages: train pipelines without it, from checkpoints"
-            )
 
 
 def missing_parts(
@@ -239,12 +305,15 @@ def missing_parts(
     """
     missing: list[str] = []
     for path, leaf in leaves(tree):
-        if not isinstance(leaf, ShardedTensor):
-            continue
-        layout = leaf._layout
-        held = {box_on(layout, rank) for rank in ranks}
-        copied = copies.get(name_of(path), {})
-        held |= {box for box, holders in copied.items() if not set(holders).isdisjoint(ranks)}
-        boxes = {box_on(layout, rank) for rank in layout.mesh.ranks.ravel().tolist()} - held
-        missing += [f"{name_of(path)}{list(box)}" for box in sorted(boxes) if box_size(box)]
+        layouts: dict[str, Layout] = {}
+        if isinstance(leaf, ShardedTensor):
+            layouts = {name_of(path): leaf._layout}
+        elif isinstance(leaf, OwnState):
+            layouts = {name_of((*path, name)): layout for name, layout in leaf.layouts().items()}
+        for name, layout in layouts.items():
+            held = {box_on(layout, rank) for rank in ranks}
+            copied = copies.get(name, {})
+            held |= {box for box, holders in copied.items() if not set(holders).isdisjoint(ranks)}
+            boxes = {box_on(layout, rank) for rank in layout.mesh.ranks.ravel().tolist()} - held
+            missing += [f"{name}{list(box)}" for box in sorted(boxes) if box_size(box)]
     return missing

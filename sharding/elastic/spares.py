@@ -27,73 +27,94 @@ from ..tensor.sharded_tensor import ShardedTensor
 
 @dataclass(frozen=True)
 class SentLayout(Leaf):
-    """The layout of a sharded tensor on the mesh of the job, as it is sent."""
+    """The layout of a sharded tensor, as it is sent.
 
+    Attributes:
+        mesh: the number of its mesh among those that are sent.
+    """
+
+    mesh: int
     spec: P
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
-def without_parts(tree: Any, mesh: DeviceMesh) -> Any:
-    """Return a tree of leaves with a `SentLayout` for each sharded tensor.
-
-    Raises:
-        ValueError: a tensor is not on this mesh.
-    """
-
-    def sent(path: Any, leaf: Any) -> Any:
-        if not isinstance(leaf, ShardedTensor):
-            return leaf
-        if leaf.mesh is not mesh:
-            raise ValueError(
-                f"{name_of(path)!r} is on {leaf.mesh}, and spare ranks take over state on the mesh "
-                f"of the job alone, {mesh}"
-            )
-        return SentLayout(leaf.spec, tuple(leaf.shape), leaf.dtype)
-
-    return map_leaves(tree, sent)
-
-
 class SentMesh(NamedTuple):
-    """The mesh of the job, as it is sent to a rank that was in another world."""
+    """A mesh of the job, as it is sent to a rank that was in another world."""
 
     device_type: str
     ranks: list[Any]
     axis_names: tuple[str, ...]
     topology: Topology
+
+
+class SentTree(NamedTuple):
+    """A tree of leaves with a `SentLayout` for each sharded tensor.
+
+    Attributes:
+        tree: the tree.
+        meshes: those of the layouts.
+        size: of their world.
+    """
+
+    tree: Any
+    meshes: list[SentMesh]
     size: int
 
-    @staticmethod
-    def of(mesh: DeviceMesh) -> SentMesh:
-        """Return a mesh to send."""
-        return SentMesh(
-            mesh.device_type, mesh.ranks.tolist(), mesh.axis_names, mesh.topology, mesh.world.size
-        )
 
-    def outside(self) -> DeviceMesh:
-        """Return the same mesh on a rank that is not of its world: it holds no part of anything."""
-        world = NullWorld(self.size, self.size + 1)
-        with thread_context.setting(world=world):
-            mesh = DeviceMesh(self.device_type, self.ranks, axis_names=self.axis_names)
-        mesh.topology = self.topology
-        return mesh
+def without_parts(tree: Any, size: int) -> SentTree:
+    """Return a tree of leaves without the parts of its sharded tensors.
+
+    Args:
+        size: of the world of their meshes.
+    """
+    meshes: list[Any] = []
+
+    def sent(_: Any, leaf: Any) -> Any:
+        if not isinstance(leaf, ShardedTensor):
+            return leaf
+        if not any(leaf.mesh is mesh for mesh in meshes):
+            meshes.append(leaf.mesh)
+        number = next(i for i, mesh in enumerate(meshes) if leaf.mesh is mesh)
+        return SentLayout(number, leaf.spec, tuple(leaf.shape), leaf.dtype)
+
+    structure = map_leaves(tree, sent)
+    sent_meshes = [
+        SentMesh(mesh.device_type, mesh.ranks.tolist(), mesh.axis_names, mesh.topology)
+        for mesh in meshes
+    ]
+    return SentTree(structure, sent_meshes, size)
 
 
-def with_empty_parts(sent: Any, mesh: DeviceMesh, own: Any) -> Any:
-    """Return the tree that another rank has sent, on a rank outside of the mesh.
+def with_empty_parts(sent: SentTree, own: Any) -> Any:
+    """Return the tree that another rank has sent, on a rank that has no part of it.
 
     Args:
         own: this rank's tree, whose values of `PerRank` stay.
     """
     own_values: Mapping[str, Any] = {name_of(path): leaf for path, leaf in leaves(own)}
+    meshes = _outside(sent)
 
     def leaf(path: Any, value: Any) -> Any:
         if isinstance(value, PerRank):
             return own_values.get(name_of(path), value)
         if not isinstance(value, SentLayout):
             return value
+        mesh = meshes[value.mesh]
         layout = Layout.of(mesh, value.spec, value.shape, value.dtype)
         part = torch.empty(layout.local_shape, dtype=value.dtype, device=mesh.device)
         return ShardedTensor._make_guarded(part, layout)
 
-    return map_leaves(sent, leaf)
+    return map_leaves(sent.tree, leaf)
+
+
+def _outside(sent: SentTree) -> list[DeviceMesh]:
+    """Return the meshes on a rank that is not of their world: it holds no part of anything."""
+    world = NullWorld(sent.size, sent.size + 1)
+    meshes: list[DeviceMesh] = []
+    with thread_context.setting(world=world):
+        for one in sent.meshes:
+            mesh = DeviceMesh(one.device_type, one.ranks, axis_names=one.axis_names)
+            mesh.topology = one.topology
+            meshes.append(mesh)
+    return meshes

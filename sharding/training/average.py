@@ -29,6 +29,7 @@ class EMA:
     Attributes:
         decay: as given; it may be changed.
         average: path -> average, initially a copy of the parameter.
+        pipe: the pipeline; None for a module.
 
     Raises:
         ValueError: on every rank, a decay outside [0, 1]; a model with no parameter that requires
@@ -57,8 +58,8 @@ class EMA:
         # a tensor, so that a graph of `sm.jit` can count
         self._updates = torch.zeros((), dtype=torch.int64)
         self._parameters = {path: p for path, p in model.named_parameters() if p.requires_grad}
-        self._pipe = model if isinstance(model, Pipeline) else None
-        if not self._parameters and self._pipe is None:
+        self.pipe = model if isinstance(model, Pipeline) else None
+        if not self._parameters and self.pipe is None:
             raise ValueError(
                 f"EMA of {type(model).__name__}: no parameter requires grad, so there is nothing "
                 "to average"
@@ -121,11 +122,18 @@ class EMA:
 
     def state_dict(self) -> dict[str, Any]:
         """Return {"decay", "updates", "average": {path: tensor}}; the tensors are not copied."""
+        state = self.own_state_dict()
+        if self.pipe is not None:
+            state["average"] = self.pipe.whole.tree(state["average"])
+        return state
+
+    def own_state_dict(self) -> dict[str, Any]:
+        """Return `state_dict()` with the averages of this rank's stages alone.
+
+        Communication: none.
+        """
         self._refuse_swapped("state_dict")
-        average = dict(self.average)
-        if self._pipe is not None:
-            average = self._pipe.whole.tree(average)
-        return {"decay": self.decay, "updates": self.updates, "average": average}
+        return {"decay": self.decay, "updates": self.updates, "average": dict(self.average)}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -138,8 +146,8 @@ class EMA:
         """
         self._refuse_swapped("load_state_dict")
         averages: Mapping[str, Tensor] = state["average"]
-        if self._pipe is not None:
-            averages = self._pipe.whole.own_tree(averages)
+        if self.pipe is not None:
+            averages = self.pipe.whole.own_tree(averages)
         _check_same(averages, self.average)
         for path, own in self.average.items():
             loaded = averages[path]

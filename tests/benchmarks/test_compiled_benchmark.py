@@ -14,6 +14,9 @@ import torch
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
+AGREED_BYTES = 24  # by which ranks agree that they passed the same shapes
+
+
 @pytest.fixture
 def steps(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
@@ -43,7 +46,7 @@ def test_run_on_processes(steps, tmp_path):
         assert {steps.OURS, steps.EAGER_BACKEND, unchecked} < set(implementations)
         eager, graph = (implementations[name] for name in (steps.OURS, steps.EAGER_BACKEND))
         assert graph["calls"] <= eager["calls"]
-        assert graph["received"] <= eager["received"]
+        assert graph["received"] <= eager["received"] + AGREED_BYTES
         assert graph["recording"] > 0 == eager["recording"]
         assert f"**{form.name}**" in document.read_text()
 
@@ -74,10 +77,9 @@ def test_mixture_is_that_of_its_experts(steps):
     torch.testing.assert_close(result, expected)
 
 
-def test_different_losses_raise(steps):
-    steps.check_losses({"ours": [1.0, 2.0], "theirs": [1.00005, 2.0]})
-    with pytest.raises(RuntimeError, match="losses differ"):
-        steps.check_losses({"ours": [1.0, 2.0], "theirs": [1.0, 2.001]})
+def test_losses_are_compared_with_those_of_torch_in_eager_mode(steps):
+    losses = {"DTensor, eager": [1.0, 2.0], "compiled": [1.0, 2.001], "ours": [1.00005, 2.0]}
+    assert steps.names_with_wrong_losses(losses) == {"compiled"}
 
 
 def test_peak_of_a_call(steps):
@@ -91,6 +93,8 @@ def test_peak_of_a_call(steps):
 
 def test_all_ranks_count(steps):
     times = importlib.import_module("measure").Times
-    one = steps.Found(times((1.0, 4.0)), 3, 10, 5)
+    one = steps.Found(times((1.0, 4.0)), 3, 10, 5, is_wrong=True)
     other = steps.Found(times((2.0, 3.0)), 2, 20, 4, 0.5)
-    assert steps.Found.of_ranks([one, other]) == steps.Found(times((2.0, 4.0)), 3, 20, 5, 0.5)
+    assert steps.Found.of_ranks([one, other]) == steps.Found(
+        times((2.0, 4.0)), 3, 20, 5, 0.5, 0, True
+    )

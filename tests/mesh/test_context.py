@@ -8,7 +8,6 @@ import weakref
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import shardmesh as sm
 from shardmesh.mesh.comm.current_world import current_world
@@ -17,13 +16,7 @@ from shardmesh.mesh.context import get_mesh, given_or_current, set_mesh
 from shardmesh.mesh.errors import MeshError
 from tests.sharding.ranks import every_rank
 
-
-@pytest.fixture(autouse=True)
-def job_of_this_test():
-    """End a job that the test started, so that later tests are in none."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank_job")
 
 
 @every_rank(2, 2)

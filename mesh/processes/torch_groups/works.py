@@ -76,6 +76,15 @@ class MonitoredWork(TorchWork):
         self._waiting.wait_for_work(self._own_recorder, self._sequence, work)
 
 
+class MonitoredMessage(MonitoredWork):
+    """A message between two ranks on the CPU that has a timed wait."""
+
+    __slots__ = ()
+
+    def _wait(self, work: Any) -> None:
+        self._waiting.wait_for_message(self._own_recorder, self._sequence, work)
+
+
 class PolledWork(MonitoredWork):
     """A collective on an accelerator that the host waits for, as for a barrier.
 

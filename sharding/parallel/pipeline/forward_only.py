@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import lru_cache
 
 from .actions import Action, Rows
 
 
-def forward_rows(placement: Sequence[int], microbatches: int) -> Rows:
+@lru_cache(16)
+def forward_rows(placement: tuple[int, ...], microbatches: int) -> Rows:
     """Return for each rank the forwards of its stages, in the order of a wave.
+
+    Equal arguments give the same object, by which a step knows what it has computed for its rows.
 
     Stage s begins microbatch m in slot s + m if nothing delays it. What a forward uses is in an
     earlier slot, so the rows cannot deadlock.

@@ -12,7 +12,7 @@ take on any meshes, and what ranks have to tell each other is only which tensors
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -94,6 +94,78 @@ class WholeTree:
         return next(iter(self.holders[name]))
 
 
+def _outermost(mesh: DeviceMesh, axis: str) -> tuple[DeviceMesh, str]:
+    """Return the mesh that another one is a part of, if it is one, and what an axis is there.
+
+    Raises:
+        ValueError: the axis is made of several.
+    """
+    while mesh._origin is not None:
+        outer: Any = mesh._origin.mesh
+        axes = mesh._origin.made_of[axis]
+        if len(axes) != 1:
+            raise ValueError(
+                f"pipeline: axis {axis!r} of {mesh!r} is made of {axes} of {outer!r}; make the "
+                "pipeline on a mesh that has it as one axis"
+            )
+        mesh, axis = outer, axes[0]
+    return mesh, axis
+
+
+class _Columns:
+    """A mesh with the pipeline's axis alone, as a part of a larger mesh.
+
+        (replica=2, pp=3)      0 1 2    pipeline of ranks 0 1 2, stage 1 on 1 2: a mesh (dp=2)
+                               3 4 5    the stages of all pipelines: (replica=2, pp=1, dp=2)
+
+    Args:
+        mesh, axis: of the pipeline.
+        stage_meshes: of the pipeline.
+
+    Attributes:
+        outermost: the larger mesh; the pipeline's if that is no part of another one.
+        axes: what the pipeline's axis is made of there.
+        own_index: of this rank's pipeline along the other axes.
+        names: what its other axes are called in meshes of stages, which may have the same axes.
+    """
+
+    def __init__(self, mesh: DeviceMesh, axis: str, stage_meshes: StageMeshes) -> None:
+        self._axis = axis
+        self._position = {rank: number for number, rank in enumerate(mesh.ranks.flat)}
+        outermost: Any = mesh
+        axes: tuple[str, ...] = (axis,)
+        while outermost._origin is not None:
+            outermost, made_of = outermost._origin
+            axes = join_names(made_of[name] for name in axes)
+        self.outermost: DeviceMesh = outermost
+        self.axes = axes
+        others = [name for name in outermost.axis_names if name not in axes]
+        order = [outermost.axis_index(name) for name in (*others, *axes)]
+        sizes = [outermost.size(name) for name in others]
+        # a row for each pipeline, a column for each of its ranks
+        self._ranks = np.transpose(outermost.ranks, order).reshape(*sizes, -1)
+        self.own_index = tuple(np.argwhere(self._ranks == mesh.ranks.flat[0])[0][:-1])
+        taken = {axis, *join_names(stage.axis_names for stage in stage_meshes.meshes)}
+        self.names: dict[str, str] = {}
+        for name in others:
+            new = name
+            while new in taken:
+                new = f"outer_{new}"
+            taken.add(new)
+            self.names[name] = new
+
+    def widen(self, mesh: DeviceMesh) -> tuple[np.ndarray, tuple[str, ...]]:
+        """Return ranks and axes of the meshes like this one in all pipelines together.
+
+        The pipeline's axis has size 1.
+        """
+        positions = np.vectorize(self._position.__getitem__, otypes=[int])(mesh.ranks)
+        ranks = np.expand_dims(self._ranks[..., positions], len(self.names))
+        own_axes = [name for name in mesh.axis_names if name != self._axis]
+        ranks = ranks.reshape(*ranks.shape[: len(self.names) + 1], *map(mesh.size, own_axes))
+        return ranks, (*self.names.values(), self._axis, *own_axes)
+
+
 class StageTensors:
     """The tensors of this rank's stages, as all ranks of the pipeline name and move them.
 
@@ -102,8 +174,8 @@ class StageTensors:
         stage_meshes: if places have different numbers of ranks; None if they are slices of `mesh`.
 
     Attributes:
-        mesh, axis: the same on the mesh that `mesh` is a part of, if it is one and places are
-            slices.
+        mesh: the pipeline's, or the mesh that this is a part of.
+        axis: the pipeline's; on `mesh`, if places are slices.
         group: that of the places.
         place: of this rank along the axis.
     """
@@ -111,23 +183,26 @@ class StageTensors:
     def __init__(
         self, mesh: DeviceMesh, axis: str, stage_meshes: StageMeshes | None = None
     ) -> None:
-        while stage_meshes is None and mesh._origin is not None:
-            outer: Any = mesh._origin.mesh
-            axes = mesh._origin.made_of[axis]
-            if len(axes) != 1:
-                raise ValueError(
-                    f"pipeline: axis {axis!r} of {mesh!r} is made of {axes} of {outer!r}; make the "
-                    "pipeline on a mesh that has it as one axis"
-                )
-            mesh, axis = outer, axes[0]
+        self._stage_meshes = stage_meshes
+        self._columns: _Columns | None = None
+        if stage_meshes is None:
+            mesh, axis = _outermost(mesh, axis)
+            self._axes_of_pipeline: tuple[str, ...] = (axis,)  # on `mesh`
+            self._places = places_along(mesh, axis)
+        else:
+            self._columns = _Columns(mesh, axis, stage_meshes)
+            mesh = self._columns.outermost
+            self._axes_of_pipeline = self._columns.axes
+            self._places = stage_meshes.places
         self.mesh = mesh
         self.axis = axis
-        self._places = places_along(mesh, axis) if stage_meshes is None else stage_meshes.places
-        self._stage_meshes = stage_meshes
         self.group: Group = self._places.group
         self.place = self._places.own
         self._layouts: dict[Layout, Layout] = {}
         self._stage_mesh = self.mesh_of(self.place)
+        self._stage_ranks = set(self._stage_mesh.ranks.flat)
+        if stage_meshes is not None:
+            self._stage_ranks = set(self._places.ranks[self.place])
 
     def _mesh_of(self, ranks: np.ndarray, names: Sequence[str]) -> DeviceMesh:
         return DeviceMesh(self.mesh.device_type, ranks, axis_names=tuple(names))
@@ -169,11 +244,18 @@ class StageTensors:
                 name: join_names(outer[axis] for axis in axes) for name, axes in made_of.items()
             }
         is_stage = self._is_stage(mesh)
-        if not (is_stage or mesh is self.mesh) or self.axis in join_names(made_of.values()):
+        crosses_stages = not set(self._axes_of_pipeline).isdisjoint(join_names(made_of.values()))
+        if crosses_stages or not (is_stage or mesh is self.mesh):
             raise ValueError(
                 f"pipeline: {x._layout} is not on the ranks of one stage: apply parallelize and "
                 f"fully_shard to each stage, on axes of {self.mesh!r} other than {self.axis!r}"
             )
+        if self._columns is not None and not is_stage:
+            new_names = self._columns.names
+            made_of = {
+                name: tuple(new_names.get(axis, axis) for axis in axes)
+                for name, axes in made_of.items()
+            }
         renamed = P(
             *[join_names(made_of[axis] for axis in axes) for axes in spec.dims],
             sizes={join_names(made_of[axis] for axis in axes): sizes for axes, sizes in spec.sizes},
@@ -183,9 +265,11 @@ class StageTensors:
         return Layout.of(mesh, renamed, x.shape, x.dtype)
 
     def _is_stage(self, mesh: DeviceMesh) -> bool:
-        return set(mesh.ranks.flat) == set(self._stage_mesh.ranks.flat)
+        return set(mesh.ranks.flat) == self._stage_ranks
 
     def _with_axis(self, mesh: DeviceMesh) -> DeviceMesh:
+        if self._columns is not None:
+            return self._mesh_of(*self._columns.widen(mesh))
         if self.axis in mesh.axis_names:
             return mesh
         return self._mesh_of(mesh.ranks[None], (self.axis, *mesh.axis_names))
@@ -207,16 +291,42 @@ class StageTensors:
 
         Communication: one all_gather of small objects over the axis.
         """
-        told = run_on_all(
-            self.group,
-            lambda: _map(lambda x: TensorMeta.of(self.layout_of(x)), dict(own)),
-            ValueError,
-        )
+        return self.merge(run_on_all(self.group, lambda: self.describe(own), ValueError))
+
+    def describe(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what other ranks need to know of this rank's entries.
+
+        Raises:
+            ValueError: as `layout_of`.
+        """
+        return _map(lambda x: TensorMeta.of(self.layout_of(x)), dict(own))
+
+    def merge(self, told: Mapping[int, Mapping[str, Any]]) -> WholeTree:
+        """Return what all ranks have, from what some of them have told, by rank.
+
+        Ranks of the same stage tell the same.
+        """
         holders: dict[str, dict[int, Any]] = {}
         for rank in sorted(told, key=self._places.of):
             for name, entry in told[rank].items():
                 holders.setdefault(name, {}).setdefault(self._places.of(rank), entry)
         return WholeTree(holders)
+
+    def in_own_pipeline(self, meta: TensorMeta) -> TensorMeta:
+        """Return what a tensor is on the ranks of this rank's pipeline alone.
+
+        They are a part of the tensor's ranks where the pipeline is one of several on parts of a
+        larger mesh, and its stages have different numbers of ranks.
+        """
+        if self._columns is None:
+            return meta
+        outer_axes = set(self._columns.names.values())
+        if not outer_axes.isdisjoint(join_names(meta.spec.dims)):  # no pipeline has it whole
+            return meta
+        ranks = np.array(meta.ranks).reshape(meta.mesh_shape)
+        own = ranks[self._columns.own_index]
+        axes = meta.axes[len(outer_axes) :]
+        return replace(meta, ranks=tuple(own.flatten().tolist()), mesh_shape=own.shape, axes=axes)
 
     def everywhere(self, x: Any) -> dict[int, Any]:
         """Return the description of a plain tensor, or another value, that every rank has."""

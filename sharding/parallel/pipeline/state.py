@@ -93,10 +93,27 @@ class WholeModel:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the whole model: see `Pipeline.state_dict`."""
         own, tree = self._state()
-        whole = self.tensors.whole(own, tree)
+        return self._in_order(self.tensors.whole(own, tree))
+
+    def _in_order(self, whole: Mapping[str, Any]) -> dict[str, Any]:
+        """Return entries by first name under all names, in the order of the model's state."""
         names = {name: self.first_name(name) for name in self._model.state_dict()}
         ordered = {name: whole[first] for name, first in names.items() if first in whole}
         return ordered | {name: entry for name, entry in whole.items() if name not in ordered}
+
+    def state_told(
+        self, own: Mapping[str, Any], common: Mapping[str, Any], told: Mapping[int, Any]
+    ) -> dict[str, Any]:
+        """Return the state of the whole model, from what ranks have told each other before.
+
+        Args:
+            own: as of `own_state`, at that time.
+            common: as of `common_state`, at that time.
+            told: `tensors.describe(own)` of ranks of all stages, by rank.
+        """
+        tree = self.tensors.merge(told)
+        own = self._with_common(own, common, tree)
+        return self._in_order(self.tensors.whole(own, tree))
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load a state of the whole model: see `Pipeline.load_state_dict`."""
@@ -136,18 +153,42 @@ class WholeModel:
 
         Communication: one all_gather of small objects over the axis.
         """
+        own = self.own_state()
+        tree = self.tensors.exchange(own)
+        own = self._with_common(own, self.common_state(own), tree)
+        self._tree = None  # to be exchanged anew, by all ranks
+        return own, tree
+
+    def own_state(self) -> dict[str, Any]:
+        """Return the state of this rank's stages by first name. Communication: none."""
         own: dict[str, Any] = {}
         for stage in self._stages.values():
             for name, x in stage.state_dict().items():
                 own.setdefault(self.first_name(name), x)
-        tree = self.tensors.exchange(own)
+        return own
+
+    def common_state(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the model's state that is not in `own`, by first name: of no stage, or of others.
+
+        Communication: none.
+        """
+        common: dict[str, Any] = {}
         for name, x in self._model.state_dict().items():
             first = self.first_name(name)
-            if first not in tree.holders:
-                own[first] = x
-                tree.holders[first] = self.tensors.everywhere(x)
-        self._tree = None  # to be exchanged anew, by all ranks
-        return own, tree
+            if first not in own:
+                common.setdefault(first, x)
+        return common
+
+    def _with_common(
+        self, own: Mapping[str, Any], common: Mapping[str, Any], tree: WholeTree
+    ) -> dict[str, Any]:
+        """Return this rank's entries with those of no stage, which are added to the tree."""
+        entries = dict(own)
+        for name, x in common.items():
+            if name not in tree.holders:
+                entries[name] = x
+                tree.holders[name] = self.tensors.everywhere(x)
+        return entries
 
     # -- trees by parameter ------------------------------------------------------------------------
 
@@ -161,11 +202,25 @@ class WholeModel:
 
         Communication: one all_gather of small objects over the axis.
         """
+        entries = self.entries_of(own)
+        tree = self.tensors.exchange(entries)
+        return without_scalars(self.tensors.whole(entries, tree))
+
+    def entries_of(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Return trees of this rank's parameters by first name. Communication: none."""
         entries: dict[str, Any] = {}
         for name, entry in own.items():
             entries.setdefault(self.first_name(name), with_scalars(entry))
-        tree = self.tensors.exchange(entries)
-        return without_scalars(self.tensors.whole(entries, tree))
+        return entries
+
+    def tree_told(self, entries: Mapping[str, Any], told: Mapping[int, Any]) -> dict[str, Any]:
+        """Return what `tree` does, from what ranks have told each other before.
+
+        Args:
+            entries: as of `entries_of`, at that time.
+            told: `tensors.describe(entries)` of ranks of all stages, by rank.
+        """
+        return without_scalars(self.tensors.whole(entries, self.tensors.merge(told)))
 
     def own_tree(self, whole: Mapping[str, Any]) -> dict[str, Any]:
         """Return what this rank's parameters need of a result of `tree`, in their layouts.
@@ -195,7 +250,10 @@ class WholeModel:
 
         Communication: one all_gather of small objects over the axis.
         """
-        told = gather_facts(self.tensors.group, list(groups), tag=_GROUPS)
+        return self.groups_told(gather_facts(self.tensors.group, list(groups), tag=_GROUPS))
+
+    def groups_told(self, told: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+        """Return what `groups` does, from the groups of ranks of all stages, by rank."""
         named: list[dict[str, Any]] = []
         for groups_of_rank in told.values():
             for group in groups_of_rank:

@@ -63,7 +63,9 @@ class TiedParameters:
         for name, metas in whole.parameters_of_all().holders.items():
             if self._tensors.place in metas and (len(metas) > 1 or len(by_name[name]) > 1):
                 self._copies[name] = by_name[name]
-                self._metas[name] = metas
+                self._metas[name] = {
+                    place: self._tensors.in_own_pipeline(meta) for place, meta in metas.items()
+                }
 
     @torch.no_grad()
     def make_equal(self) -> None:
@@ -169,7 +171,7 @@ class TiedParameters:
         """
         if place != self._tensors.place:
             return self._tensors.elsewhere(self._metas[name][place])
-        layout = self._tensors.layout_of(copy)
+        layout = self._layout(name, place)
         part = local_of(copy).detach() if local is None else local
         return ShardedTensor._make_guarded(part, layout.replace(dtype=part.dtype), LINEAGE)
 

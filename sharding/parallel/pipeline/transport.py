@@ -423,6 +423,8 @@ class Transport:
         self._outboxes: dict[int, Outbox] = {}
         self._inboxes: dict[int, Inbox] = {}
         self._routes_between: dict[tuple[int, int], Sequence[Route]] = {}
+        self._rows: Rows | None = None  # of the last step; what follows from them:
+        self._moved: dict[tuple[int, int], list[Action]] = {}
         self._place_of: dict[int, int] = {}  # by stage
         # by place: the position in its row of the action that computes a result
         self._positions: list[dict[Action, int]] = []
@@ -445,14 +447,16 @@ class Transport:
         Communication: one byte for each channel that is new.
         """
         place = self._places.own
-        moved = transfers(rows)
-        self._place_of = stages_of(rows)
-        self._positions = [_positions(row) for row in rows]
+        if rows is not self._rows:
+            self._moved = transfers(rows)
+            self._place_of = stages_of(rows)
+            self._positions = [_positions(row) for row in rows]
+            self._connect(self._moved)
+            self._rows = rows
         self._own = {}
         self._signatures = signatures
         self._rows_of = rows_of
-        self._connect(moved)
-        for (source, destination), order in moved.items():
+        for (source, destination), order in self._moved.items():
             if destination == place:
                 for route in self._routes(source, place):
                     self._inboxes[route.peer].begin(order, signatures)

@@ -13,7 +13,7 @@ from torch.distributed import TCPStore
 
 from shardmesh.mesh.elastic import joining, protocol
 from shardmesh.mesh.elastic.joining import newcomers, next_number
-from shardmesh.mesh.elastic.membership import Change, ElasticJobError, Membership
+from shardmesh.mesh.elastic.membership import Change, ElasticJobError, Membership, node_size
 from shardmesh.mesh.elastic.messages import Announcement
 from shardmesh.mesh.elastic.presence import Presence
 from shardmesh.mesh.elastic.rank_stores import StoreAddress, serve_store
@@ -123,3 +123,19 @@ def test_a_process_does_not_wait_for_a_job_on_several_hosts():
     joining._refuse_other_hosts({0: JOINER})
     with pytest.raises(LaunchEnvironmentError, match="ranks on other hosts"):
         joining._refuse_other_hosts({0: JOINER, 1: far})
+
+
+@pytest.mark.parametrize(
+    ("hosts", "size"),
+    [
+        ("aaaa", None),
+        ("aabb", 2),
+        ("aab", None),  # the environment of the last rank says nodes of one rank each
+        ("abbcc", None),
+        ("abbccc", None),  # and that of the middle ones says two
+        ("abab", None),
+        ("abc", 1),
+    ],
+)
+def test_ranks_on_uneven_hosts_know_of_no_node_size(hosts: str, size: int | None):
+    assert node_size(hosts) == size

@@ -274,7 +274,7 @@ def test_copies_and_pickles_keep_the_class(mesh):
     assert type(copy.copy(own)) is WithReduce
 
 
-def test_pickles():
+def test_pickles(one_rank_job):
     mesh = sm.init_device_mesh("cpu", (1,), axis_names=("a",))
     made = shard(mesh)
     file = io.BytesIO()

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardmesh as sm
@@ -24,6 +25,7 @@ from shardmesh import P, ShardedTensor
 from shardmesh.mesh.comm.current_world import current_world
 from shardmesh.mesh.elastic.membership import Membership
 from shardmesh.mesh.monitor.store_keys import StoreKeys
+from shardmesh.sharding.checkpoint import save as checkpoint_save
 from shardmesh.sharding.checkpoint.tree import leaves, name_of
 from shardmesh.sharding.elastic import job as elastic_job
 from shardmesh.sharding.elastic import snapshot as snapshots
@@ -31,9 +33,11 @@ from shardmesh.sharding.elastic.snapshot import snapshot
 
 STEPS = 6
 ROWS = 24  # of a batch
-# in a step, and in what follows a loss
+MICRO_BATCHES = 2  # of a step that accumulates
+# in a step, in a checkpoint that is written after it, and in what follows a loss
 PLACES = ["data", "forward", "backward", "vote", "write", "after"]
-PLACES_AFTER_A_LOSS = ["agree", "regroup", "build", "exchange", "confirm"]
+PLACES_OF_A_SAVE = ["save", "saved"]
+PLACES_AFTER_A_LOSS = ["agree", "regroup", "build", "exchange", "confirm", "again"]
 
 Fault = Sequence[Any]  # (rank, step, place, kind)
 
@@ -47,7 +51,16 @@ class Faults:
 
     def __init__(self, rank: int, planned: Sequence[Fault]) -> None:
         self.step = 0
+        self._begun: set[int] = set()
         self._coming = {(step, place): kind for who, step, place, kind in planned if who == rank}
+
+    def begin(self, step: int) -> None:
+        """Begin a step, "again" if it was begun before."""
+        self.step = step
+        if step in self._begun:
+            self.reach("again")
+        self._begun.add(step)
+        self.reach("data")
 
     def reach(self, place: str) -> None:
         """Fail if there is a fault of this step here."""
@@ -92,7 +105,7 @@ class Momentum(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for number, p in enumerate(group["params"]):
-                if number == 2:
+                if number == min(2, len(group["params"]) - 1):
                     faults.reach("write")
                 state = self.state[p]
                 if "velocity" not in state:
@@ -112,6 +125,34 @@ class Backward(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         faults.reach("backward")
         return grads[0]
+
+
+class Count(nn.Module):
+    """A linear layer that counts its calls, in a buffer."""
+
+    calls: Tensor
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(inputs, outputs)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        faults.reach("forward")
+        self.calls += 1
+        return Backward.apply(self.linear(x).tanh())
+
+
+class Staged(nn.Module):
+    """Two units, for two stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Count(5, 14)
+        self.last = Count(14, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x))
 
 
 class Model(nn.Module):
@@ -144,18 +185,28 @@ def tp(mesh: sm.DeviceMesh) -> nn.Module:
     return sm.parallel.parallelize(Model(), mesh, plan, src_data_rank=None)
 
 
-FORMS: dict[str, tuple[Callable[[sm.DeviceMesh], nn.Module], tuple[str, ...]]] = {
+def pipelined(mesh: sm.DeviceMesh) -> sm.parallel.Pipeline:
+    split = ["last"] if mesh.size("p") == 2 else []
+    pipe = sm.parallel.pipeline(Staged(), mesh, axis="p", split=split, microbatches=2)
+    return pipe.data_parallel(mesh["d"], src_data_rank=None)
+
+
+FORMS: dict[str, tuple[Callable[[sm.DeviceMesh], Any], tuple[str, ...]]] = {
     "ddp": (ddp, ("d",)),
     "hsdp": (hsdp, ("r", "s")),
     "fsdp": (hsdp, ("s",)),
     "tp": (tp, ("d", "t")),
     "two": (hsdp, ("r", "s")),  # with two optimizers
+    "accumulated": (hsdp, ("r", "s")),  # with micro-batches
+    "pp": (pipelined, ("p", "d")),
 }
 
 
 def shape_for(form: str, n: int) -> tuple[int, ...]:
     if len(FORMS[form][1]) == 1:
         return (n,)
+    if form == "pp":  # two stages with replicas, or one
+        return (2, n // 2) if n % 2 == 0 else (1, n)
     return (n // 2, 2) if n % 2 == 0 and n > 2 else (n, 1)
 
 
@@ -176,12 +227,24 @@ def build(form: str, mesh: sm.DeviceMesh) -> dict[str, Any]:
 
 
 def batch_of(index: int, mesh: sm.DeviceMesh) -> tuple[Any, ...]:
-    faults.step = index
-    faults.reach("data")
+    faults.begin(index)
     generator = torch.Generator().manual_seed(index)
     x, y = (torch.randn(ROWS, width, generator=generator) for width in (5, 3))
     axes = tuple(axis for axis in mesh.axis_names if axis != "t")
     return tuple(sm.distribute_tensor(z, mesh, P(axes), src_data_rank=None) for z in (x, y))
+
+
+def micro_batches_of(index: int, mesh: sm.DeviceMesh) -> list[tuple[Any, ...]]:
+    """Return a batch in parts of as many rows."""
+    faults.begin(index)
+    generator = torch.Generator().manual_seed(index)
+    batches: list[tuple[Any, ...]] = []
+    for _ in range(MICRO_BATCHES):
+        rows = (torch.randn(ROWS // MICRO_BATCHES, width, generator=generator) for width in (5, 3))
+        axes = mesh.axis_names
+        batch = tuple(sm.distribute_tensor(z, mesh, P(axes), src_data_rank=None) for z in rows)
+        batches.append(batch)
+    return batches
 
 
 def train_step(state: dict[str, Any], batch: tuple[Any, ...], mesh: sm.DeviceMesh) -> float:
@@ -190,7 +253,41 @@ def train_step(state: dict[str, Any], batch: tuple[Any, ...], mesh: sm.DeviceMes
     for optimizer in state["optimizers"]:
         optimizer.zero_grad()
     loss.backward()
-    value = loss.item()
+    return write_step(state, loss.item())
+
+
+def accumulated_step(
+    state: dict[str, Any], batches: list[tuple[Any, ...]], mesh: sm.DeviceMesh
+) -> float:
+    """Take a step whose gradients are reduced after all micro-batches."""
+    for optimizer in state["optimizers"]:
+        optimizer.zero_grad()
+    value = 0.0
+    with sm.accumulate_grads():
+        for x, y in batches:
+            loss = ((Backward.apply(state["model"](x)) - y) ** 2).mean() / len(batches)
+            loss.backward()
+            value += loss.item()
+    return write_step(state, value)
+
+
+def rows_of(index: int, mesh: sm.DeviceMesh) -> list[Tensor]:
+    """Return this rank's rows of a batch, which differ along axis "d"."""
+    faults.begin(index)
+    generator = torch.Generator().manual_seed(index)
+    batch = [torch.randn(ROWS, width, generator=generator) for width in (5, 3)]
+    return [z.chunk(mesh.size("d"))[mesh.get_local_rank("d")] for z in batch]
+
+
+def pipelined_step(state: dict[str, Any], batch: list[Tensor], mesh: sm.DeviceMesh) -> float:
+    x, y = batch
+    for optimizer in state["optimizers"]:
+        optimizer.zero_grad()
+    loss = state["model"].step(x, y, loss_fn=F.mse_loss)
+    return write_step(state, loss.item())
+
+
+def write_step(state: dict[str, Any], value: float) -> float:
     for optimizer in state["optimizers"]:
         optimizer.step()
     faults.reach("after")
@@ -198,8 +295,13 @@ def train_step(state: dict[str, Any], batch: tuple[Any, ...], mesh: sm.DeviceMes
 
 
 def hashes(state: Any) -> dict[str, str]:
-    """Return a hash of the whole of each tensor of a state."""
+    """Return a hash of the whole of each tensor of a state; of a pipeline on rank 0 alone."""
     result: dict[str, str] = {}
+    pipe = state["model"]
+    if isinstance(pipe, sm.parallel.Pipeline):
+        (optimizer,) = state["optimizers"]
+        whole = sm.checkpoint.full_state_dict(sm.checkpoint.state_dict(pipe, optimizer))
+        state = {} if current_world().rank else whole
     for path, leaf in leaves(snapshot(state)):
         if isinstance(leaf, Tensor):
             whole = leaf.full_tensor() if isinstance(leaf, ShardedTensor) else leaf
@@ -235,10 +337,11 @@ def train(
             return sm.init_device_mesh("cpu", shape_for(form, n), axis_names=FORMS[form][1])
         return mesh_over(form, range(n))
 
+    step, data = steps_of(form)
     run = sm.elastic.run(
         lambda mesh: build(form, mesh),
-        train_step,
-        batch_of,
+        step,
+        data,
         make_mesh=make_mesh,
         steps=STEPS,
         spares=spares,
@@ -246,11 +349,21 @@ def train(
         checkpoint=checkpoint or None,
         save_every=2 if checkpoint else None,
     )
+    is_spare = run.mesh.coordinate is None
     return {
-        "losses": run.losses,
+        "losses": [] if is_spare else run.losses,
         "events": [[e.step, list(e.lost), list(e.ranks), e.seconds] for e in run.events],
-        "hashes": hashes(run.state),
+        "hashes": {} if is_spare else hashes(run.state),
     }
+
+
+def steps_of(form: str) -> tuple[Callable[..., float], Callable[[int, sm.DeviceMesh], Any]]:
+    """Return the step of a form, and its data."""
+    if form == "accumulated":
+        return accumulated_step, micro_batches_of
+    if form == "pp":
+        return pipelined_step, rows_of
+    return train_step, batch_of
 
 
 def _fail_inside() -> None:
@@ -278,6 +391,8 @@ def _fail_inside() -> None:
     reaching(Membership, "agree", "agree")
     reaching(Membership, "regroup", "regroup")
     reaching(elastic_job, "recover", "exchange")
+    reaching(checkpoint_save, "_write_piece", "save")
+    reaching(checkpoint_save, "remove_share", "saved")
 
 
 def replay(form: str, schedule: Sequence[Sequence[Any]]) -> dict[str, Any]:
@@ -301,6 +416,29 @@ def replay(form: str, schedule: Sequence[Sequence[Any]]) -> dict[str, Any]:
             mesh = mesh_over(form, ranks)
             state = sm.elastic.recover(state, build(form, mesh), alive=ranks)
         losses.append(train_step(state, batch_of(step, mesh), mesh))
+    return {"losses": losses, "hashes": hashes(state)}
+
+
+def train_part(form: str, first: int, last: int, folder: str) -> dict[str, Any]:
+    """Take steps without faults, from a checkpoint if the first is not 0, and save the state.
+
+    Return losses and hashes as `train`.
+    """
+    size = int(os.environ["WORLD_SIZE"])
+    mesh = sm.init_device_mesh("cpu", shape_for(form, size), axis_names=FORMS[form][1])
+    state = build(form, mesh)
+    model, (optimizer, *_) = state["model"], state["optimizers"]
+    if first and form == "pp":
+        named = sm.checkpoint.state_dict(model, optimizer)
+        loaded = sm.checkpoint.load(folder, named, step=first)
+        sm.checkpoint.load_state_dict(model, loaded, optimizer)
+    elif first:
+        state = sm.checkpoint.load(folder, state, step=first)
+    step, data = steps_of(form)
+    losses = [step(state, data(index, mesh), mesh) for index in range(first, last)]
+    if last < STEPS:
+        saved = sm.checkpoint.state_dict(model, optimizer) if form == "pp" else state
+        sm.checkpoint.save(saved, folder, step=last)
     return {"losses": losses, "hashes": hashes(state)}
 
 

@@ -12,8 +12,10 @@ from torch import nn
 
 import shardmesh as sm
 from shardmesh.mesh.comm.current_world import current_world
+from shardmesh.sharding.elastic.pipelines import load_named, named, whole_tree
 from shardmesh.sharding.elastic.recovery import StateLostError, plan_recovery, recover
 from shardmesh.sharding.elastic.redundancy import Redundancy
+from shardmesh.sharding.elastic.snapshot import Snapshot, missing_parts
 from tests.sharding.elastic.states import mesh_over
 from tests.sharding.parallel.pipeline.stateful_model import (
     Block,
@@ -152,6 +154,79 @@ def test_a_host_with_a_stage_without_replicas():
         return whole_state(model, optimizer)
 
     check_same(sm.simulate(2)(after)()[0], held[0][1])
+
+
+# -- in a job, which keeps a snapshot of each committed step ---------------------------------------
+
+
+def job_state(form: Form, ranks: Sequence[int], seed: int = 0) -> dict[str, Any]:
+    model, optimizer = form.build(ranks, seed)
+    return {"model": model, "optimizers": [optimizer], "ema": sm.training.EMA(model, 0.5)}
+
+
+def committed(form: Form, size: int) -> list[Any]:
+    """Return each rank's tree of a snapshot, its collectives, and the whole state."""
+
+    def program() -> Any:
+        state = job_state(form, range(size))
+        model, (optimizer,) = state["model"], state["optimizers"]
+        before = Snapshot(state)
+        train(model, optimizer)
+        state["ema"].update()
+        whole = whole_state(model, optimizer), sm.checkpoint.full_state_dict(state["ema"])
+        counted: list[str] = []
+        current_world().observers.append(lambda record: counted.append(record.op))
+        tree = Snapshot(state, before).tree()
+        current_world().observers.clear()
+        for stage in model.stages.values():  # as a step does that is given up
+            for name, buffer in stage.named_buffers():
+                if name.endswith("count"):
+                    buffer += 1
+        return tree, counted, whole
+
+    return sm.simulate(size)(program)()
+
+
+@pytest.mark.parametrize(
+    ("lost", "after"),
+    [
+        ((1,), Form((3, 1), "pd")),
+        slow((0, 3), Form((2, 1), "pd")),
+        slow((2,), Form((1, 3), "pd")),
+    ],
+    ids=str,
+)
+def test_ranks_tell_each_other_of_their_stages_after_a_loss(lost: Sequence[int], after: Form):
+    held = committed(Form((2, 2), "pd"), 4)
+    assert [counted for _, counted, _ in held] == [[]] * 4
+    alive = [rank for rank in range(4) if rank not in lost]
+
+    def program() -> Any:
+        like = job_state(after, range(len(alive)), seed=1)
+        number = alive[current_world().rank]
+        assert not missing_parts(held[number][0], alive)
+        everybody = current_world().group(range(len(alive)))
+        state = whole_tree(held[number][0], everybody, number)
+        result = load_named(like, recover(state, named(like), alive))
+        assert result["model"] is like["model"]
+        (optimizer,) = result["optimizers"]
+        whole = whole_state(like["model"], optimizer)
+        return whole, sm.checkpoint.full_state_dict(result["ema"])
+
+    whole, ema = sm.simulate(len(alive))(program)()[0]
+    expected_whole, expected_ema = held[0][2]
+    check_same(whole, expected_whole)
+    assert ema["updates"] == expected_ema["updates"] == 1
+    assert ema["average"].keys() == expected_ema["average"].keys()
+    for name, average in ema["average"].items():
+        assert torch.equal(average, expected_ema["average"][name]), name
+
+
+def test_a_rank_knows_what_is_lost_with_a_stage():
+    held = committed(Form((2, 2), "pd"), 4)
+    missing = missing_parts(held[2][0], [2, 3])
+    assert any(text.startswith("model.blocks.0.up.weight[") for text in missing)
+    assert not any("blocks.2" in text for text in missing)
 
 
 def test_a_pipeline_itself_is_refused():

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.forked import Ended, Forked, by_hand, statuses
+from tests.sharding.elastic.faulty_jobs import Plan, check, run_plan
 from tests.sharding.elastic.faulty_ranks import (
     PLACES,
     PLACES_AFTER_A_LOSS,
@@ -145,6 +146,23 @@ def test_random_faults(forked: Forked, seed: int):
     ended = run_job(forked, form, faults)
     dead = {rank for rank, one in enumerate(ended) if "fault: " in one.output}
     check_against_replay(ended, forked, form, dead)
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [(3, 2, "forward", "kill")],
+        slow([(2, 2, "backward", "kill")]),
+        slow([(0, 2, "backward", "kill"), (2, 4, "vote", "kill")]),
+        slow([(1, 3, "forward", "raise")]),
+        slow([(2, 1, "write", "kill"), (1, 1, "exchange", "kill")]),
+    ],
+    ids=str,
+)
+def test_a_replica_of_a_stage_ends(forked: Forked, faults: list[Fault], tmp_path: Path):
+    """Pipelines of two stages with two replicas, of one with three, of two without."""
+    job = Plan(RANKS, "pp", faults)
+    check(job, run_plan(forked, job, tmp_path), forked, tmp_path / "replay")
 
 
 @pytest.mark.slow
@@ -285,6 +303,15 @@ def test_copies_on_other_ranks_take_the_place_of_replicas(
         expected = as_from_checkpoint(forked, "fsdp", tmp_path / "saved", 2, 3)[0].value
         assert ended[0].value["losses"][2:] == expected["losses"]
         assert ended[0].value["hashes"] == expected["hashes"]
+
+
+@pytest.mark.slow
+def test_the_next_loss_finds_copies_whenever_it_comes(forked: Forked, tmp_path: Path):
+    """In the first step after a loss, before copies of a step on the new mesh have been made."""
+    job = Plan(RANKS, "fsdp", [(2, 2, "backward", "kill"), (0, 2, "again", "kill")], redundancy=1)
+    ended = run_plan(forked, job, tmp_path)
+    check(job, ended, forked, tmp_path / "replay")
+    assert statuses(ended) == [-9, 0, -9, 0]
 
 
 @pytest.mark.slow

@@ -1,26 +1,28 @@
-"""Jobs of 4 and 8 processes in which one or two ranks fail anywhere, in any way. `--faults 500`
-runs so many of them. A seed is a job: its faults are the same in each run.
+"""Jobs of 4 and 8 processes in which ranks fail anywhere, in any way.
+
+`--faults 500` runs so many of them. A seed is a job: its faults are the same in each run.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from random import Random
 
 import pytest
 
-from tests.forked import Ended, Forked
+from tests.forked import Forked
+from tests.sharding.elastic.faulty_jobs import SAVE_EVERY, Plan, check, run_plan
 from tests.sharding.elastic.faulty_ranks import (
     PLACES,
     PLACES_AFTER_A_LOSS,
+    PLACES_OF_A_SAVE,
     STEPS,
     Fault,
-    train,
 )
-from tests.sharding.elastic.test_run import check_against_replay
 
-LIMIT_S = 200.0
-STALL_S = "20"  # after which a rank that is stopped counts as hung: healthy ones may be slow here
 KINDS = ["kill", "kill", "exit", "raise", "stop"]
+ENDING_KINDS = ["kill", "exit", "stop"]
+FORMS = ["ddp", "hsdp", "tp", "two", "accumulated", "pp"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
@@ -28,12 +30,85 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("seed", range(int(metafunc.config.getoption("--faults") or 0)))
 
 
-def plan(seed: int) -> tuple[int, str, list[Fault]]:
-    """Return how many ranks a job has, its form, and the faults."""
+def plan(seed: int) -> Plan:
+    """Return the job of a seed."""
     random = Random(seed)
     size = random.choice([4, 4, 8])
-    form = random.choice(["ddp", "hsdp", "tp", "two"])
+    draw = random.choice(
+        [draw_any, draw_any, draw_host, draw_save, draw_copies, draw_spares, draw_joining]
+    )
+    return draw(random, size)
+
+
+def draw_any(random: Random, size: int) -> Plan:
+    """One or two ranks fail, the second one also while the others recover."""
+    return Plan(size, random.choice(FORMS), draw_faults(random, size))
+
+
+def draw_host(random: Random, size: int) -> Plan:
+    """Two ranks next to each other fail at one place, as those of a host do."""
+    first = random.randrange(0, size, 2)
+    step, place = random.randrange(STEPS), random.choice(PLACES)
+    kind = random.choice(ENDING_KINDS)
+    faults: list[Fault] = [(rank, step, place, kind) for rank in (first, first + 1)]
+    return Plan(size, random.choice(FORMS), faults)
+
+
+def draw_save(random: Random, size: int) -> Plan:
+    """A rank ends while a checkpoint is written."""
+    form = random.choice([*FORMS, "fsdp"])
+    step = random.randrange(SAVE_EVERY - 1, STEPS, SAVE_EVERY)
     first, second = random.sample(range(size), 2)
+    place, kind = random.choice(PLACES_OF_A_SAVE), random.choice(ENDING_KINDS)
+    faults: list[Fault] = [(first, step, place, kind)]
+    if random.random() < 0.5 and step + 1 < STEPS and form != "fsdp":
+        later = random.randrange(step + 1, STEPS)
+        faults.append((second, later, random.choice(PLACES), random.choice(ENDING_KINDS)))
+    return Plan(size, form, faults, saves=True)
+
+
+def draw_copies(random: Random, size: int) -> Plan:
+    """Ranks fail of which no other one has the parts, but for copies."""
+    return Plan(size, "fsdp", draw_faults(random, size), redundancy=1)
+
+
+def draw_spares(random: Random, size: int) -> Plan:
+    """A rank waits outside of the mesh, and may be the one that fails."""
+    form = random.choice(["ddp", "tp"])
+    faults = draw_faults(random, size)
+    return Plan(size, form, faults, spares=1, redundancy=random.choice([0, 1]))
+
+
+def draw_joining(random: Random, size: int) -> Plan:
+    """A process joins, and meanwhile or later a rank fails, that one or another."""
+    size = min(size, 4)
+    form = random.choice(["ddp", "tp", "fsdp"])
+    joins_after = random.randrange(STEPS - 2)
+    faults: list[Fault] = [(0, joins_after, "vote", "await")]
+    of_joining: list[Fault] = []
+    victim = random.randrange(size + 1)
+    step = random.choice([joins_after, random.randrange(joins_after + 1, STEPS)])
+    places = PLACES_AFTER_A_LOSS if step == joins_after else PLACES
+    fault: Fault = (victim, step, random.choice(places), random.choice(["kill", "exit", "stop"]))
+    if victim < size:
+        faults.append(fault)
+    elif step > joins_after:
+        of_joining.append((0, *fault[1:]))
+    redundancy = 1 if form == "fsdp" else 0
+    return Plan(
+        size,
+        form,
+        faults,
+        redundancy=redundancy,
+        joins_after=joins_after,
+        faults_of_joining=of_joining,
+    )
+
+
+def draw_faults(random: Random, size: int) -> list[Fault]:
+    first, second = random.sample(range(size), 2)
+    if random.random() < 0.3:
+        first, second = 0, max(first, second)  # the rank that serves the stores
     step = random.randrange(STEPS)
     faults: list[Fault] = [(first, step, random.choice(PLACES), random.choice(KINDS))]
     if random.random() < 0.6:
@@ -41,37 +116,9 @@ def plan(seed: int) -> tuple[int, str, list[Fault]]:
         places = PLACES if later > step else [*PLACES, *PLACES_AFTER_A_LOSS]
         kinds = [kind for kind in KINDS if kind != "raise" or faults[0][3] != "raise"]
         faults.append((second, later, random.choice(places), random.choice(kinds)))
-    return size, form, faults
+    return faults
 
 
-def ends(form: str, fault: Fault, output: str) -> bool:
-    """Return whether a fault has ended its rank, by what the rank has printed: one that raises
-    while its optimizer writes without an undo copy can neither complete the step nor undo it.
-    """
-    _, step, place, kind = fault
-    if f"fault: {kind} in {place} of step {step}" not in output:
-        return False
-    return kind != "raise" or (form != "two" and place in ("write", "after"))
-
-
-def check_lost(ended: list[Ended], form: str, failed: set[int]) -> None:
-    """Check that two ranks which held the same half of the state alone may have ended together."""
-    assert form in ("hsdp", "tp", "two")
-    assert len(ended) == 4
-    assert sorted(failed) in ([0, 2], [1, 3])
-    for rank in {0, 1, 2, 3} - failed:
-        assert ended[rank].status == 1
-        assert "StateLostError: after step" in ended[rank].output
-
-
-def test_random_faults(forked: Forked, seed: int):
-    size, form, faults = plan(seed)
-    planned = list(map(list, faults))
-    ended: list[Ended] = forked(
-        train, size, form, planned, "", 0, limit_s=LIMIT_S, SHARDMESH_STALL_TIMEOUT_S=STALL_S
-    )
-    if any("StateLostError" in one.output for one in ended):
-        check_lost(ended, form, {fault[0] for fault in faults})
-        return
-    dead = {fault[0] for fault in faults if ends(form, fault, ended[fault[0]].output)}
-    check_against_replay(ended, forked, form, dead)
+def test_random_faults(forked: Forked, tmp_path: Path, seed: int):
+    job = plan(seed)
+    check(job, run_plan(forked, job, tmp_path), forked, tmp_path / "replay")

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from ....trees import flatten, unflatten
 
@@ -88,7 +89,7 @@ def split_value(value: Any) -> tuple[list[Tensor], ValueTree]:
         if isinstance(leaf, Tensor):
             tensors.append(leaf)
             described.append(_Tensor())
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
+        elif _is_instance_of_dataclass(leaf):
             inner, tree = split_value(dict(vars(leaf)))
             tensors += inner
             described.append(_Fields(type(leaf), tree))
@@ -105,11 +106,20 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def leaves_of(value: Any) -> list[Any]:
-    """Return the leaves of any value, None among them, and those of dataclasses in it."""
+    """Return the leaves of any value, None among them, and those of dataclasses in it.
+
+    A leaf has the same place whether others are None: torch leaves out fields of registered
+    dataclasses that are.
+    """
     leaves: list[Any] = []
-    for leaf in flatten(value)[0]:
-        if is_dataclass(leaf) and not isinstance(leaf, type):
-            leaves += leaves_of(dict(vars(leaf)))
+    for leaf in pytree.tree_leaves(value, is_leaf=_is_instance_of_dataclass):
+        if _is_instance_of_dataclass(leaf):
+            names = dict.fromkeys([*(x.name for x in fields(leaf)), *getattr(leaf, "__dict__", ())])
+            leaves += leaves_of([getattr(leaf, name, None) for name in names])
         else:
             leaves.append(leaf)
     return leaves
+
+
+def _is_instance_of_dataclass(x: Any) -> bool:
+    return is_dataclass(x) and not isinstance(x, type)

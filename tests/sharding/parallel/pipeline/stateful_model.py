@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import shardmesh as sm
 from shardmesh.parallel import Pipeline, colwise, pipeline, rowwise
@@ -174,3 +175,29 @@ def step(model: Pipeline | Model, optimizer: torch.optim.Optimizer) -> float:
 def whole_state(model: Any, optimizer: torch.optim.Optimizer) -> Any:
     """Return the state with whole tensors on rank 0, {} on the others."""
     return sm.checkpoint.full_state_dict(sm.checkpoint.state_dict(model, optimizer))
+
+
+def check_same(state: Any, other: Any, tolerance: float = 0.0) -> None:
+    """Compare the values of two whole states, by default bit for bit."""
+    named, others = named_leaves(state), named_leaves(other)
+    assert named.keys() == others.keys()
+    for name, x in named.items():
+        if not isinstance(x, Tensor):
+            assert x == others[name], name
+        elif tolerance:
+            torch.testing.assert_close(x, others[name], rtol=0, atol=tolerance)
+        else:
+            assert torch.equal(x, others[name]), name
+
+
+def named_leaves(state: Any) -> dict[str, Any]:
+    """Return the leaves of a state by name; of parameter groups the settings by parameter."""
+    named: dict[str, Any] = {}
+    for path, leaf in pytree.tree_flatten_with_path(state["model"])[0]:
+        named[f"model{pytree.keystr(path)}"] = leaf
+    for path, leaf in pytree.tree_flatten_with_path(state["optimizer"]["state"])[0]:
+        named[f"state{pytree.keystr(path)}"] = leaf
+    for group in state["optimizer"]["param_groups"]:
+        settings = {key: value for key, value in group.items() if key != "params"}
+        named.update({f"group of {name}": settings for name in group["params"]})
+    return named

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -267,6 +268,66 @@ def test_tied_parameters_and_state_with_unequal_numbers_of_ranks() -> None:
         assert all(torch.equal(x, loaded[name]) for name, x in state.items())
         seen |= set(state)
     assert seen == set(loaded)
+
+
+def pipe_on_a_part(seed: int) -> tuple[Pipeline, torch.optim.Optimizer, int]:
+    """Return one of two pipelines on a mesh, its optimizer and its number."""
+    mesh = sm.init_device_mesh("cpu", (2, 3), axis_names=("dp", "pp"))
+    pipe = pipeline(
+        stateful_model.make_model(seed=seed),
+        mesh["pp"],
+        split=["blocks.1"],
+        stage_meshes=[{"dp": 1}, {"dp": 2}],
+        microbatches=2,
+    )
+    pipe.fully_shard()
+    return pipe, stateful_model.make_optimizer(pipe), mesh.get_local_rank("dp")
+
+
+def state_saved_on_a_part(folder: Path) -> tuple[int, dict[str, Tensor], Any]:
+    """Train with other data in each pipeline, then with the same, from the same values, and save.
+
+    Return the number of the pipeline, its gradients of the first step, and the whole state.
+    """
+    pipe, optimizer, number = pipe_on_a_part(0)
+    ids, targets = stateful_model.batch()
+    pipe.step(ids.roll(number, 1), targets, loss_fn=F.cross_entropy)
+    grads = {name: whole(x.grad) for name, x in pipe.named_parameters()}
+    pipe.zero_grad()
+    stateful_model.step(pipe, optimizer)
+    sm.checkpoint.save(sm.checkpoint.state_dict(pipe, optimizer), folder)
+    return number, grads, stateful_model.whole_state(pipe, optimizer)
+
+
+def state_loaded_on_a_part(folder: Path) -> Any:
+    pipe, optimizer, _ = pipe_on_a_part(1)
+    state = sm.checkpoint.load(folder, like=sm.checkpoint.state_dict(pipe, optimizer))
+    sm.checkpoint.load_state_dict(pipe, state, optimizer)
+    return stateful_model.whole_state(pipe, optimizer)
+
+
+def state_loaded_in_one_process(folder: Path) -> Any:
+    model = stateful_model.make_model(seed=1)
+    optimizer = stateful_model.make_optimizer(model)
+    state = sm.checkpoint.load(folder, like=sm.checkpoint.state_dict(model, optimizer))
+    sm.checkpoint.load_state_dict(model, state, optimizer)
+    return stateful_model.whole_state(model, optimizer)
+
+
+def test_checkpoint_of_unequal_stages_on_a_part_of_a_mesh(tmp_path: Path) -> None:
+    results = sm.simulate(6)(state_saved_on_a_part)(tmp_path)
+    for number, grads, _ in results:
+        model = stateful_model.make_model()
+        ids, targets = stateful_model.batch()
+        F.cross_entropy(model(ids.roll(number, 1)), targets).backward()
+        for name, grad in grads.items():
+            expected = model.get_parameter(name).grad
+            torch.testing.assert_close(grad, expected, rtol=0, atol=1e-12)
+    saved = results[0][2]
+    in_one_process = sm.simulate(1)(state_loaded_in_one_process)(tmp_path)[0]
+    on_a_part = sm.simulate(6)(state_loaded_on_a_part)(tmp_path)[0]
+    stateful_model.check_same(in_one_process, saved)
+    stateful_model.check_same(on_a_part, saved)
 
 
 @pytest.mark.slow

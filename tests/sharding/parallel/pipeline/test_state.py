@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 import shardmesh as sm
 from shardmesh import ShardedTensor
 from tests.sharding.parallel.pipeline.stateful_model import (
     SETUPS,
     Setup,
+    check_same,
     make_model,
     make_optimizer,
     step,
@@ -33,32 +33,6 @@ def expected() -> tuple[list[float], Any]:
     optimizer = make_optimizer(model)
     losses = [step(model, optimizer) for _ in range(2 * STEPS)]
     return losses, sm.simulate(1)(whole_state)(model, optimizer)[0]
-
-
-def check_same(state: Any, other: Any, tolerance: float = 0.0) -> None:
-    """Compare the values of two whole states, by default bit for bit."""
-    named, others = named_leaves(state), named_leaves(other)
-    assert named.keys() == others.keys()
-    for name, x in named.items():
-        if not isinstance(x, Tensor):
-            assert x == others[name], name
-        elif tolerance:
-            torch.testing.assert_close(x, others[name], rtol=0, atol=tolerance)
-        else:
-            assert torch.equal(x, others[name]), name
-
-
-def named_leaves(state: Any) -> dict[str, Any]:
-    """Return the leaves of a state by name; of parameter groups the settings by parameter."""
-    named: dict[str, Any] = {}
-    for path, leaf in pytree.tree_flatten_with_path(state["model"])[0]:
-        named[f"model{pytree.keystr(path)}"] = leaf
-    for path, leaf in pytree.tree_flatten_with_path(state["optimizer"]["state"])[0]:
-        named[f"state{pytree.keystr(path)}"] = leaf
-    for group in state["optimizer"]["param_groups"]:
-        settings = {key: value for key, value in group.items() if key != "params"}
-        named.update({f"group of {name}": settings for name in group["params"]})
-    return named
 
 
 def trained_and_saved(setup: Setup, folder: Path) -> Any:
