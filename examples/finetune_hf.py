@@ -46,16 +46,16 @@ def state_of(model, optimizer, loader):
     return {**state, "data": loader.sampler}
 
 
-def plot(rows, path):
-    from matplotlib.figure import Figure
-
-    axes = (figure := Figure(figsize=(7, 4), layout="constrained")).subplots()
-    for name, style in (("loss", "-"), ("evaluation", "o--")):
-        points = [(row["step"], row[name]) for row in rows if name in row]
-        axes.plot(*zip(*points, strict=True), style, label=name)
-    axes.set(xlabel="step", ylabel="loss, nats per token")
-    axes.legend()
-    figure.savefig(path, dpi=120)
+def read_data(options, tokenizer, mesh):
+    """Return the documents, and loaders of rows: nine tenths to train on, one to evaluate."""
+    records = (training.tokenize(x, tokenizer) for x in training.read_records(options.data))
+    documents = [x for x in records if any(y != -100 for y in x["labels"][1:])]
+    loaders = []
+    for part in ([x for i, x in enumerate(documents) if i % 10], documents[::10]):
+        rows = training.pack(part, options.length)
+        sampler = training.DistributedSampler(rows, mesh=mesh, axes="fsdp")
+        loaders.append(DataLoader(rows, options.batch // mesh.size("fsdp"), sampler=sampler))
+    return documents, *loaders
 
 
 def train(options, mesh):
@@ -65,14 +65,10 @@ def train(options, mesh):
             save_tiny_model(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = tokenizer.chat_template or training.DEFAULT_CHAT_TEMPLATE
-    records = (training.tokenize(x, tokenizer) for x in training.read_records(options.data))
-    documents = [x for x in records if any(y != -100 for y in x["labels"][1:])]
-    loaders = []
-    for part in ([x for i, x in enumerate(documents) if i % 10], documents[::10]):
-        rows = training.pack(part, options.length)
-        sampler = training.DistributedSampler(rows, mesh=mesh, axes="fsdp")
-        loaders.append(DataLoader(rows, options.batch // mesh.size("fsdp"), sampler=sampler))
-    loader, test_loader = loaders
+    try:
+        documents, loader, test_loader = read_data(options, tokenizer, mesh)
+    except (ValueError, OSError) as error:
+        sys.exit(f"finetune_hf.py: --data: {error}")
     model = shard_model(options, folder, mesh)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], options.lr)
     checkpoints, first = options.out / "checkpoints", 1
@@ -112,7 +108,8 @@ def train(options, mesh):
         with sm.monitor.idle():  # the other ranks wait, however long it takes
             merged.save_pretrained(options.out / "model", state_dict=state)
             tokenizer.save_pretrained(options.out / "model")
-            plot(training.JsonLines.read(options.out / "metrics.jsonl"), options.out / "loss.png")
+            curves = options.out / "metrics.jsonl", options.out / "loss.png", ("loss", "evaluation")
+            training.JsonLines.picture(*curves)
 
 
 def main():
@@ -133,6 +130,9 @@ def main():
     for path in filter(None, (options.model, options.data)):
         if not path.exists():
             sys.exit(f"finetune_hf.py: there is no {path}")
+    for name in ("steps", "every", "batch"):
+        if vars(options)[name] < 1:
+            sys.exit(f"finetune_hf.py: --{name} must be at least 1")
     transformers.utils.logging.disable_progress_bar()
     try:
         mesh = sm.mesh_from_env(("fsdp", "tp"))

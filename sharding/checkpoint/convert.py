@@ -7,9 +7,11 @@ dcp           a folder of torch.distributed.checkpoint        the same
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -127,6 +129,31 @@ def convert(
         >>> sm.checkpoint.convert("llama", "checkpoints", "checkpoint")
         >>> sm.checkpoint.convert("checkpoints", "trained", "safetensors", config="llama")
     """
+    return run_conversion(source, target, to, key, step, config, max_shard_size, _no_progress)
+
+
+@contextlib.contextmanager
+def _no_progress(
+    label: str, total: int = 0, measure: Callable[[], int] | None = None
+) -> Iterator[None]:
+    yield
+
+
+def run_conversion(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    to: str,
+    key: str | None,
+    step: int | None,
+    config: str | os.PathLike[str] | None,
+    max_shard_size: int | str | None,
+    progress: Callable[..., contextlib.AbstractContextManager[None]],
+) -> Conversion:
+    """Convert as `convert`; `progress(label, total, measure)` is entered to read and to write.
+
+    Args:
+        progress: as `byte_progress`.
+    """
     source, target = Path(source), Path(target)
     if to not in FORMATS:
         raise ValueError(f"convert(to={to!r}): write one of {', '.join(FORMATS)}")
@@ -146,21 +173,23 @@ def convert(
         tree = {inner: weights} if inner and to != "safetensors" else weights
         step = step or 0
     else:
-        tree, step = _read(source, step, key, to == "safetensors")
+        with progress(f"reading {source}"):
+            tree, step = _read(source, step, key, to == "safetensors")
     tensors = [leaf for _, leaf in leaves(tree) if isinstance(leaf, Tensor)]
-    if to == "checkpoint":
-        save(tree, target, step=step or 0)
-    elif to == "safetensors":
-        target.mkdir(parents=True, exist_ok=True)
-        save_safetensors(tree, target, max_shard_size=max_shard_size)
-        _copy_config(config, target)
-    else:
-        from torch.distributed import checkpoint as dcp  # here because importing it takes long
-
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            dcp.save(dict(tree), checkpoint_id=target, no_dist=True)
     size = sum(x.numel() * x.dtype.itemsize for x in tensors)
+    with progress(f"writing {target}", size, lambda: _bytes_in(target)):
+        if to == "checkpoint":
+            save(tree, target, step=step or 0)
+        elif to == "safetensors":
+            target.mkdir(parents=True, exist_ok=True)
+            save_safetensors(tree, target, max_shard_size=max_shard_size)
+            _copy_config(config, target)
+        else:
+            from torch.distributed import checkpoint as dcp  # here because importing it takes long
+
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")
+                dcp.save(dict(tree), checkpoint_id=target, no_dist=True)
     is_numbered = "checkpoint" in (source_format, to)
     return Conversion(
         str(source),
@@ -171,6 +200,15 @@ def convert(
         size,
         step if is_numbered else None,
     )
+
+
+def _bytes_in(folder: Path) -> int:
+    """Return the size of all files in a folder, whose files may be renamed meanwhile."""
+    size = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            size += path.stat().st_size
+    return size
 
 
 class _AnyState:

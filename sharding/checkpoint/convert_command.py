@@ -6,9 +6,10 @@ import argparse
 import json
 from typing import Any
 
+from ...mesh.launch.progress_bar import byte_progress
 from ...mesh.text import shortened
 from .agreement import CheckpointError
-from .convert import FORMATS, convert
+from .convert import FORMATS, run_conversion
 
 EXAMPLE = """\
   python -m shardmesh convert checkpoints trained --to safetensors --config llama
@@ -43,14 +44,15 @@ def add_to(commands: Any) -> None:
 
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     try:
-        conversion = convert(
+        conversion = run_conversion(
             arguments.source,
             arguments.target,
             arguments.to,
-            key=arguments.key,
-            step=arguments.step,
-            config=arguments.config,
-            max_shard_size=arguments.max_shard_size,
+            arguments.key,
+            arguments.step,
+            arguments.config,
+            arguments.max_shard_size,
+            byte_progress,
         )
     except (ValueError, OSError, CheckpointError) as error:
         parser.error(shortened(str(error), 1000))

@@ -204,7 +204,7 @@ def fully_shard(
             `shard_placement_fn` of another type, or a dim that the parameter lacks; and as
             `sm.parallel.fully_shard`.
         NotImplementedError: a module that owns, or contains, parameters on several meshes of
-            `shard_placement_fn`.
+            `shard_placement_fn`; parameters with `fsdp_pre_all_gather`, as torchao's for float8.
 
     Communication: as `sm.parallel.fully_shard`.
 
@@ -218,6 +218,7 @@ def fully_shard(
     """
     roots, target = _roots("fully_shard", module)
     ignored = list(ignored_params or ())
+    _check_extensions(target, ignored)
     default = _data_mesh(mesh, dp_mesh_dims, "fsdp")
     meshes, dims = _placements(target, ignored, default, shard_placement_fn)
 
@@ -238,6 +239,17 @@ def fully_shard(
     unit.parts = tuple(parts)  # type: ignore[union-attr]
     set_class(roots, FSDPModule)
     return module
+
+
+def _check_extensions(module: nn.Module, ignored: Sequence[nn.Parameter]) -> None:
+    """Raise NotImplementedError for parameters that say how they are to be gathered."""
+    for name, x in module.named_parameters():
+        if hasattr(x, "fsdp_pre_all_gather") and not any(x is other for other in ignored):
+            raise NotImplementedError(
+                f"fully_shard: {name} has fsdp_pre_all_gather, which would not be called; leave it "
+                "out (torchao: enable_fsdp_float8_all_gather=False), and for gathers in 8 bits "
+                "pass transport= to sm.parallel.fully_shard"
+            )
 
 
 def replicate(

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ...mesh.comm.current_world import current_world
+from ...mesh.figure import SERIES, drawn
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Writer = Callable[[int, Mapping[str, float]], object]
 
@@ -105,6 +110,47 @@ class JsonLines:
             if line.endswith("\n"):
                 rows.append(json.loads(line))
         return rows
+
+    @staticmethod
+    def picture(
+        path: str | os.PathLike[str],
+        target: str | os.PathLike[str] | None = None,
+        names: Sequence[str] = ("loss",),
+    ) -> Figure:
+        """Draw the curves of some numbers of a file over its steps, by matplotlib.
+
+        A number that not every step has, such as an evaluation, has a mark at each of its steps.
+
+        Args:
+            path: the file.
+            target: where to write the picture, in a format that its suffix says.
+            names: the numbers, such as ("loss", "evaluation").
+
+        Raises:
+            ValueError: no line has one of the names.
+            ImportError: matplotlib is not installed.
+        """
+        rows = JsonLines.read(path)
+        curves = {
+            name: [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+            for name in names
+        }
+        for name, points in curves.items():
+            if not points:
+                raise ValueError(f"JsonLines.picture: no line of {path} has a number {name!r}")
+
+        def draw(figure_class: type[Figure]) -> Figure:
+            figure = figure_class(figsize=(7, 4), layout="constrained")
+            axes = figure.subplots()
+            for color, (name, points) in zip(itertools.cycle(SERIES), curves.items(), strict=False):
+                style = "-" if len(points) == len(rows) else "o--"
+                axes.plot(*zip(*points, strict=True), style, color=color, label=name)
+            axes.set(xlabel="step")
+            axes.grid(alpha=0.3)
+            axes.legend()
+            return figure
+
+        return drawn(draw, target)
 
 
 class TensorBoard:

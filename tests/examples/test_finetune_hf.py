@@ -129,6 +129,36 @@ def test_adapters_apart_in_half_precision(base, data, tmp_path):
     assert after < before
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--every", "0"], "finetune_hf.py: --every must be at least 1"),
+        (["--batch", "-1"], "finetune_hf.py: --batch must be at least 1"),
+        (["--data", "missing.jsonl"], "finetune_hf.py: there is no missing.jsonl"),
+    ],
+)
+def test_arguments_that_make_no_sense(arguments, message, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["finetune_hf.py", *arguments])
+    with pytest.raises(SystemExit) as ended_with:
+        finetune_hf.main()
+    assert ended_with.value.code == message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"question": 1}', "finetune_hf.py: --data: tokenize: a record is "),
+        ('{"text": "a"}\n{"text":', "finetune_hf.py: --data: .*line 2 is not JSON"),
+        ("\n", "finetune_hf.py: --data: .* has no records"),
+    ],
+)
+def test_data_that_cannot_be_read(text, message, base, tmp_path):
+    data = tmp_path / "chat.jsonl"
+    data.write_text(text)
+    with pytest.raises(SystemExit, match=message):
+        finetune((2, 1), tmp_path / "out", base, data)
+
+
 def ended(*arguments: str, mesh: str = "fsdp=2") -> tuple[int, str]:
     command = [sys.executable, "-m", "shardmesh", "run", str(SCRIPT), "--mesh", mesh, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)

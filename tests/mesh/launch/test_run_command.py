@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -194,6 +195,33 @@ def test_only_rank_0_draws(monkeypatch):
 
     sm.simulate(3)(program)()
     assert terminal.getvalue().count("3/3") == 1
+
+
+@pytest.mark.parametrize("has_total", [True, False])
+def test_a_bar_of_bytes_is_drawn_while_one_call_runs(has_total, monkeypatch):
+    terminal, drawn_text = Terminal(True), threading.Event()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(terminal, "flush", drawn_text.set)
+    monkeypatch.setattr(progress_bar, "_AFTER_S", 0.01)
+    measured = (4_000_000_000, lambda: 1_000_000_000) if has_total else ()
+    with progress_bar.byte_progress("writing", *measured):
+        assert drawn_text.wait(60)
+    drawn = terminal.getvalue().split("\r\x1b[K")
+    start = (
+        "writing  [######                  ]  1.0/4.0 GB  25%  " if has_total else "writing  0:0"
+    )
+    assert drawn[1].startswith(start)
+    assert drawn[-1] == ""  # erased
+
+
+def test_no_bar_of_bytes_in_a_pipe(monkeypatch):
+    pipe = Terminal(False)
+    monkeypatch.setattr(sys, "stderr", pipe)
+    monkeypatch.setattr(progress_bar, "_AFTER_S", 0.0)
+    before = threading.active_count()
+    with progress_bar.byte_progress("reading"):
+        assert threading.active_count() == before
+    assert pipe.getvalue() == ""
 
 
 @pytest.mark.parametrize("name", ["shardmesh", "python -m shardmesh"])

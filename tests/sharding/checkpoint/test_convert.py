@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import warnings
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 import shardmesh as sm
 from shardmesh import P
 from shardmesh.__main__ import main
-from shardmesh.sharding.checkpoint.convert import FORMATS, convert, format_of
+from shardmesh.sharding.checkpoint.convert import FORMATS, convert, format_of, run_conversion
 
 WEIGHTS = {
     "model.embed.weight": torch.arange(15.0).reshape(5, 3),
@@ -117,6 +118,27 @@ def test_mistakes(changes, message, tmp_path, monkeypatch):
     with pytest.raises((ValueError, OSError), match=message):
         convert(**arguments)
     assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize("target", FORMATS)
+@pytest.mark.filterwarnings("ignore:torch.distributed")
+def test_progress_of_reading_and_writing(target, tmp_path):
+    """The files in the target, also unfinished ones, tell how much is written."""
+    folder = write(tmp_path / "source", "dcp")
+    blocks = []
+
+    @contextlib.contextmanager
+    def progress(label, total=0, measure=None):
+        before = measure and measure()
+        yield
+        blocks.append((label, total, before, measure and measure() >= total))
+
+    run_conversion(folder, tmp_path / "new", target, None, None, None, None, progress)
+    expected_bytes = sum(x.nbytes for x in WEIGHTS.values())
+    assert blocks == [
+        (f"reading {folder}", 0, None, None),
+        (f"writing {tmp_path / 'new'}", expected_bytes, 0, True),
+    ]
 
 
 def test_the_command(tmp_path, capsys):

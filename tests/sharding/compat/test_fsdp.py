@@ -665,6 +665,11 @@ def test_what_is_refused(mesh):
         made.set_reduce_scatter_max_input_buffers(0)
     with pytest.raises(ValueError, match="expected modules of fully_shard"):
         share_comm_ctx([nn.Linear(1, 1)])
+    model = nn.Linear(4, 4)
+    model.weight.fsdp_pre_all_gather = None  # as of torchao's tensors for gathers in float8
+    with pytest.raises(NotImplementedError, match="weight has fsdp_pre_all_gather"):
+        fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh, ignored_params={model.weight})
 
 
 @every_rank(2)
@@ -854,6 +859,20 @@ def test_memory_by_to_empty(mesh):
     expected = calls(shard(mesh))
     assert calls(build(has_unshard=False)) == expected
     assert calls(build(has_unshard=True)) == expected
+
+
+@every_rank(2)
+def test_values_written_over_others_that_ranks_made_differently(mesh):
+    """Trainers keep the model of rank 0 and call `to_empty` on the others, then load a state."""
+    made = shard(mesh)
+    if mesh.get_rank() == 0:
+        made.to(mesh.device)
+    else:
+        made.to_empty(device=mesh.device)
+    values = net().state_dict()
+    made.load_state_dict({name: sm.distribute_tensor(x, mesh) for name, x in values.items()})
+    step(made, mesh)
+    check_equal(gradients(made), expected_gradients())
 
 
 @every_rank(2)

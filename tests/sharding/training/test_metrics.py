@@ -53,6 +53,22 @@ def test_a_step_is_in_the_file_once_after_a_restart(tmp_path):
     assert all(json.loads(line) for line in path.read_text().splitlines())
 
 
+def test_a_picture_has_the_curves_of_a_file(tmp_path):
+    pytest.importorskip("matplotlib")
+    write = sm.training.JsonLines(tmp_path / "metrics.jsonl")
+    for step, loss in enumerate([3.0, math.nan, 2.0]):
+        write(step, {"loss": loss, "norm": 1.0, **({"evaluation": 2.5} if step == 2 else {})})
+    figure = sm.training.JsonLines.picture(
+        tmp_path / "metrics.jsonl", tmp_path / "loss.png", ("loss", "evaluation")
+    )
+    (axes,) = figure.axes
+    points = {line.get_label(): list(zip(*line.get_data(), strict=True)) for line in axes.lines}
+    assert points == {"loss": [(0, 3.0), (2, 2.0)], "evaluation": [(2, 2.5)]}
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="has a number 'lr'"):
+        sm.training.JsonLines.picture(tmp_path / "metrics.jsonl", names=["lr"])
+
+
 def test_a_tensor_of_several_elements_is_refused():
     with pytest.raises(ValueError, match=r"'loss' of step 1 is a tensor of shape \[2\]"):
         Metrics()(1, {"loss": torch.zeros(2)})

@@ -160,6 +160,7 @@ def _copy_(x: Any, src: Any, non_blocking: bool = False) -> Any:
     check_base(x)
     moved = wide.to(x.dtype).redistribute(x.spec)
     x._local.copy_(moved._local)
+    x._lineage = moved._lineage  # nothing is left of what x was made from
     x._sync_requires_grad()
     return x
 
