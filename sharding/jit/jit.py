@@ -39,7 +39,8 @@ from .passes.agreement import announce, most_of
 from .passes.hoist_reads import unmovable_read
 from .passes.options import PassOptions
 from .passes.pipeline import run as run_passes
-from .recording import local_of, record, without_history
+from .recording import call_recorded, local_of, record, without_history
+from .results import tensors_in
 from .selection import FULL, MOST, RECORD, RUN, Peers, Recordings, Selected
 from .state.differences import Reasons, texts_of
 from .state.guard import Guard
@@ -136,15 +137,18 @@ class JitFunction:
         leaves, tree = self._flatten(args, kwargs)
         world = current_world()
         parts_of_leaves = local_parts(leaves)
-        if _is_inside(parts_of_leaves, world):
+        if _is_inside(world):
             return self._call(tree, leaves)
-        key = (tree, *key_of(leaves, parts_of_leaves))
+        has_history = any(map(_has_history, parts_of_leaves))
+        key = (tree, *key_of(leaves, parts_of_leaves), has_history)
         state = self._states.get(world)
         if state is None:
             state = self._states[world] = _OfWorld()
             world.dependents.add(self)
         if state.outside and key in state.outside:
             return state.outside[key](*args, **kwargs)
+        if engine_hooks.current_backward() != -1:  # a recomputation; its forward was eager, too
+            return self._call(tree, leaves)
         by_key = state.entries
         try:
             # The least recently used signature comes first, and is dropped first: recording takes
@@ -158,6 +162,8 @@ class JitFunction:
         peers = entries.peers
         if peers is None:
             peers = entries.peers = state.peers_of(leaves)
+        if has_history and torch.is_grad_enabled():
+            return self._run_with_history(leaves, tree, key, peers, world)
         need, selected, is_mixed = self._select(leaves, entries, peers, world)
         parts = state.parts
         if is_mixed:
@@ -308,7 +314,47 @@ class JitFunction:
                     peers.mixed_calls,
                     peers.calls,
                 )
-        return without_history(self._call(tree, leaves))
+        result = self._call(tree, leaves)
+        return without_history(result, lambda: self._snapshot(leaves, tree))
+
+    def _run_with_history(
+        self, leaves: Sequence[Any], tree: Any, key: Any, peers: Peers, world: World
+    ) -> Any:
+        """Run a call whose arguments have a gradient history; the next ones are two programs.
+
+        In a function that calls `backward()` itself the gradient goes on through the arguments,
+        which is a break.
+        """
+        parts = self._states[world].parts
+        if parts is not None:
+            with parts.running():
+                return self._call(tree, leaves)
+        snapshot = self._snapshot(leaves, tree)
+        f = functools.partial(self._call, tree)
+        result, recorder = call_recorded(f, leaves, snapshot, world, self._fullgraph)
+        reason = recorder.builder.refusal
+        if reason is None and recorder.ran_backward:
+            reason = JitError(
+                f"{self._name} calls backward() itself, and the gradient goes on through the "
+                "history of its arguments; detach them, or call backward() outside"
+            )
+            if self._fullgraph:
+                raise reason
+        if reason is None:
+            self._join(key, snapshot, peers, world)
+        else:
+            self._break(str(reason), snapshot, world)
+        return result
+
+    def _snapshot(self, leaves: Sequence[Any], tree: Any) -> Snapshot:
+        """Return what the function can reach in a call with these arguments."""
+        reached = [
+            (f"args[{i}]", x.value if type(x) is Static else x)
+            for i, x in enumerate(leaves)
+            if not isinstance(x, Tensor)
+        ]
+        arguments = self._arguments(tree, leaves)
+        return Snapshot([("f", self._f), *reached], called=self._f, arguments=arguments)
 
     def _part(self, peers: Peers, world: World) -> None:
         """Let each rank record by itself, with the collectives of eager code."""
@@ -337,13 +383,7 @@ class JitFunction:
         why = selected.why or ("" if selected.entry is None else "another rank records it")
         others = [entry.recording.program for entry in entries if entry.change(leaves) is None]
         options = PassOptions.of(False) if peers.are_apart else self._options
-        reached = [
-            (f"args[{i}]", x.value if type(x) is Static else x)
-            for i, x in enumerate(leaves)
-            if not isinstance(x, Tensor)
-        ]
-        arguments = self._arguments(tree, leaves)
-        snapshot = Snapshot([("f", self._f), *reached], called=self._f, arguments=arguments)
+        snapshot = self._snapshot(leaves, tree)
         inputs = self._hyperparameters.inputs(snapshot)
         guard = Guard(snapshot, {one.place for one in inputs})
         state = self._states[world]
@@ -358,7 +398,7 @@ class JitFunction:
                 isinstance(x, Tensor) and not isinstance(x, ShardedTensor) and x.ndim > 0
                 for x in leaves
             )
-            may_differ = announce(world, ranks, self._name, texts_of(reasons), may_differ)
+            ranks, may_differ = announce(world, ranks, self._name, texts_of(reasons), may_differ)
             peers.may_differ = peers.may_differ or may_differ
         f = functools.partial(self._call, tree)
         with _same_lineages(guard.sharded):
@@ -429,7 +469,8 @@ class JitFunction:
             _log.warning("%s; calls with others run eagerly", text)
         entries.is_full = True
         with _same_lineages(entries[-1].guard.sharded):
-            return without_history(self._call(tree, leaves))
+            result = self._call(tree, leaves)
+            return without_history(result, lambda: self._snapshot(leaves, tree))
 
     def _join(self, key: Any, snapshot: Snapshot, peers: Peers, world: World) -> None:
         """Run calls of a signature as two programs from now on.
@@ -691,16 +732,20 @@ def _positions(
     return frozenset(places), frozenset([*named, *(order[i] for i in places if i < len(order))])
 
 
-def _is_inside(tensors: Sequence[Tensor], world: World) -> bool:
+def _is_inside(world: World) -> bool:
     """Return whether the call is part of something that needs its operators one by one.
 
-    That is another recording, a transform, a mapped function, a backward pass, `accumulate_grads`,
-    or a computation whose gradient flows through one of these tensors.
+    That is another recording, a transform, a mapped function, `accumulate_grads`, or a backward
+    pass that recomputes nothing.
     """
     if thread_context.needs_each_operator or is_accumulating(world):
         return True
-    flows = any(x.requires_grad and not x.is_leaf for x in tensors)
-    return flows or engine_hooks.current_backward() != -1
+    return thread_context.graphs_before is None and engine_hooks.current_backward() != -1
+
+
+def _has_history(x: Tensor) -> bool:
+    """Return whether a gradient flows on through a tensor."""
+    return x.requires_grad and not x.is_leaf
 
 
 @contextmanager
@@ -739,7 +784,8 @@ def _place(name: str, tree: Any, shardings: Any) -> Any:
 
 
 def _donate(args: list[Any], result: Any) -> None:
-    returned = {id(x) for x in pytree.tree_leaves(result)}
+    """Take the arguments' sharded tensors from the caller, but for those in the result."""
+    returned = {id(x) for x in tensors_in(result)}
     for x in pytree.tree_leaves(args):
         if type(x) is ShardedTensor and id(x) not in returned:
             DonatedTensor.take(x)

@@ -57,6 +57,7 @@ from .results import Returned, unflatten_result
 from .scalars import TracedFloat
 from .selection import Recordings
 from .state.guard import Guard
+from .state.slots import GradSlot, slots_of
 from .state.snapshot import Snapshot
 
 _RECORDINGS = 8  # of one function; with more it runs eagerly
@@ -186,6 +187,13 @@ class JoinedFunction:
                 raise
             self._refuse_write(recorder, error)
             return call(leaves)
+        replaced = [x for x, other in zip(stand_ins, leaves, strict=True) if x is not other]
+        if any(slot.get(()) is not None for x in replaced for slot in _slots_of_stand_in(x)):
+            raise JitError(
+                f"{self.name} calls backward() itself, and sm.jit of a module or of a function "
+                "whose result is differentiated outside would lose the gradients of its inputs and "
+                "parameters; use torch.autograd.grad, or put sm.jit around the whole step"
+            )
         recorded = _RecordedCall(
             self, recorder, leaves, stand_ins, result, saved, look, snapshot, guard, entries
         )
@@ -645,6 +653,10 @@ def _stand_in(x: Tensor) -> Tensor:
         vars(local).update(vars(x))
         return local
     return with_part(x, local)
+
+
+def _slots_of_stand_in(x: Tensor) -> list[GradSlot]:
+    return slots_of(x, lambda leaves: x, "", fixed=True)
 
 
 @contextmanager

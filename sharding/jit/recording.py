@@ -21,7 +21,6 @@ from torch import Tensor, fx
 from ...mesh.comm.world import World
 from ..layout.layout import Layout
 from ..tensor.sharded_tensor import ShardedTensor
-from ..trees import flatten, unflatten
 from .draws import Position
 from .errors import Break, JitError
 from .graph_builder import Captured
@@ -158,6 +157,19 @@ def record(
         return shown, Break(error), signatures
 
 
+def call_recorded(
+    f: Callable[[Leaves], Any], leaves: Leaves, snapshot: Snapshot, world: World, fullgraph: bool
+) -> tuple[Any, GraphRecorder]:
+    """Return `f(leaves)` with its gradient history, and what a recorder has seen of the call."""
+    recorder = GraphRecorder(world, fullgraph=fullgraph)
+    result = run_recorded(f, leaves, snapshot, [], recorder)
+    returned = returned_by(result, snapshot, recorder)
+    if recorder.builder.has_numbers:
+        returned = returned._replace(leaves=with_known_numbers(returned.leaves))
+    settle(snapshot)
+    return returned.map(_known).build(), recorder
+
+
 def returned_by(result: Any, snapshot: Snapshot, recorder: GraphRecorder) -> Returned:
     """Return the result of a recorded call, with its leaves and its structure."""
     has_computed = recorder.builder.has_computed
@@ -237,7 +249,9 @@ def _slots(leaves: Leaves, snapshot: Snapshot) -> Iterator[GradSlot]:
     """Yield the slots of all leaves of autograd that can be reached."""
     seen: set[int] = set()
     for i, x in enumerate(leaves):
-        if isinstance(x, Tensor) and x.requires_grad and id(x) not in seen:
+        if not isinstance(x, Tensor) or not x.requires_grad or id(x) in seen:
+            continue
+        if local_of(x).is_leaf:
             seen.add(id(x))
             yield from slots_of(x, functools.partial(_argument, i), f"args[{i}]", False)
     for x, path in (*snapshot.sharded, *snapshot.tensors):
@@ -278,13 +292,22 @@ def _shown(x: Any) -> Any:
     """
     if isinstance(x, TracedFloat):
         return x.node.hint
-    return seal(x) if isinstance(x, Tensor) and not x.is_leaf else x
+    return seal(x) if _has_history(x) else x
 
 
-def without_history(result: Any) -> Any:
-    """Return the result of a call that is not recorded as others return it."""
-    flat, tree = flatten(result)
-    return unflatten(tree, list(map(_shown, flat)))
+def without_history(result: Any, look: Callable[[], Snapshot]) -> Any:
+    """Return the result of a call that is not recorded as others return it.
+
+    Args:
+        look: returns a snapshot, which tells the instances that the call has made from others.
+    """
+    snapshot = functools.cache(look)
+    returned = flatten_result(result, lambda x: snapshot().knows(x), _has_history)
+    return returned.map(_shown).build()
+
+
+def _has_history(x: Any) -> bool:
+    return isinstance(x, Tensor) and not x.is_leaf
 
 
 def seal(x: Tensor, *inputs: Tensor) -> Tensor:

@@ -159,6 +159,21 @@ def unflatten_result(structure: Any, leaves: Sequence[Any]) -> Any:
     return unflatten(structure, leaves)
 
 
+def tensors_in(result: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a result, also those of instances."""
+    seen: set[int] = set()
+    todo = [result]
+    while todo:
+        x = todo.pop()
+        if isinstance(x, Tensor):
+            yield x
+        elif id(x) not in seen:
+            seen.add(id(x))
+            parts, _ = flatten(x)
+            todo += parts if len(parts) != 1 or parts[0] is not x else ()
+            todo += vars(x).values() if _is_instance(x) else ()
+
+
 def _is_instance(x: Any) -> bool:
     """Return whether an object consists of its attributes, so that it can be made of others."""
     if isinstance(x, (Tensor, nn.Module, type, *PLAIN)) or callable(x):

@@ -133,8 +133,8 @@ def hash_of(schedule: Schedule) -> str:
 
 def announce(
     world: World, meshes: Sequence[Sequence[int]], name: str, reason: str, may_differ: bool
-) -> bool:
-    """Meet all ranks before a recording; return whether arguments of one of them may differ.
+) -> tuple[list[tuple[int, ...]], bool]:
+    """Meet all ranks before a recording.
 
     A rank that records while others run a graph is then named in the first collective.
 
@@ -142,13 +142,24 @@ def announce(
         reason: why this rank records; empty if it is its first recording.
         may_differ: whether arguments of this rank may have other shapes on other ranks.
 
+    Returns: the ranks that record together, as one set or none; and whether arguments of one of
+        them may differ. Of meshes that overlap in a chain, such as ranks 0, 1 and ranks 1, 2, these
+        are the ranks of all.
     Raises: CollectiveMismatchError, or DeadlockError where the graph of the others has no
     collectives, on all ranks.
     """
     tag = CommTag.of(f"recording {name} under sm.jit")
+    rounds = rounds_of(world.rank, meshes)
+    overlap = len(rounds) > 1
     try:
-        for ranks in rounds_of(world.rank, meshes):
-            may_differ = any(gather_facts(world.group(ranks), may_differ, tag=tag).values())
+        for ranks in rounds:
+            facts = gather_facts(world.group(ranks), (may_differ, overlap), tag=tag).values()
+            may_differ = any(one for one, _ in facts)
+            overlap = any(one for _, one in facts) or overlap
+        if overlap:
+            known = _gather_chain(world, rounds, may_differ, tag)
+            may_differ = any(one for _, one in known.values())
+            rounds = [tuple(sorted(known))]
     except WatchError as error:
         why = f" since {reason}" if reason else ""
         error.add_note(
@@ -157,7 +168,45 @@ def announce(
             f"ranks at once, or call {name}.__wrapped__ on all ranks for such a call."
         )
         raise
-    return may_differ
+    return rounds, may_differ
+
+
+def _gather_chain(
+    world: World, rounds: list[tuple[int, ...]], facts: Any, tag: CommTag
+) -> dict[int, tuple[list[tuple[int, ...]], Any]]:
+    """Return the rounds and the facts of all ranks of overlapping meshes, on each of them.
+
+    A rank knows others by its own rounds only: what is known goes on from round to round.
+    """
+    known = {world.rank: (rounds, facts)}
+    count = 0
+    while count < sweeps_of({rank: one for rank, (one, _) in known.items()}):
+        for ranks in rounds:
+            for others in gather_facts(world.group(ranks), known, tag=tag).values():
+                known |= others
+        count += 1
+    return known
+
+
+def sweeps_of(rounds: dict[int, list[tuple[int, ...]]]) -> float:
+    """Return how often ranks go through their rounds until each knows of all others.
+
+    Args:
+        rounds: those of all ranks; infinitely often if a rank is missing, of which nothing is known
+            yet.
+    """
+    sets = sorted({ranks for one in rounds.values() for ranks in one}, key=_place_of)
+    everyone = {rank for ranks in sets for rank in ranks}
+    if not everyone <= rounds.keys():
+        return math.inf
+    known = {rank: {rank} for rank in everyone}
+    count = 0
+    while any(ranks != everyone for ranks in known.values()):
+        for ranks in sets:
+            together = set[int]().union(*(known[rank] for rank in ranks))
+            known |= dict.fromkeys(ranks, together)
+        count += 1
+    return count
 
 
 def agree(
@@ -256,11 +305,8 @@ def most_of(
 ) -> tuple[int, bool]:
     """Return the largest of the ranks' needs, and whether all have the same number.
 
-    The result is the same on all ranks where the meshes are those of one grid, as axes of one
-    `DeviceMesh` are. Meshes that overlap in a chain, such as ranks 0, 1 and ranks 1, 2, are told in
-    one direction only: rank 0 does not learn of rank 2.
-
     Args:
+        meshes: the ranks that record together, as `announce` returns them.
         need: one of `selection.py`.
         number: that of the recordings of the call's signature.
 
@@ -285,10 +331,12 @@ def rounds_of(rank: int, meshes: Sequence[Sequence[int]]) -> list[tuple[int, ...
     """
     sets = {frozenset(ranks) for ranks in meshes if rank in ranks and len(ranks) > 1}
     largest = [members for members in sets if not any(members < other for other in sets)]
-    return sorted(
-        (tuple(sorted(members)) for members in largest),
-        key=lambda ranks: ([r - ranks[0] for r in ranks], ranks),
-    )
+    return sorted((tuple(sorted(members)) for members in largest), key=_place_of)
+
+
+def _place_of(ranks: tuple[int, ...]) -> Any:
+    """Return the place of a round among others, the same on all ranks."""
+    return [r - ranks[0] for r in ranks], ranks
 
 
 def _gather(world: World, rounds: list[tuple[int, ...]], facts: Any) -> dict[int, Any]:

@@ -182,6 +182,25 @@ def test_arguments_of_jit() -> None:
     assert sm.simulate(2)(main)() == [([2.0, 3.0, 1.0, 2.0] * 3, True)] * 2
 
 
+def test_a_donated_argument_that_is_returned_in_an_instance() -> None:
+    class Holder:
+        def __init__(self, x: Any, y: Any) -> None:
+            self.values = [x, y]
+
+    def main() -> Any:
+        mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("x",))
+        f = sm.jit(lambda x: Holder(x, x * 2), donate_argnums=0, backend="eager", fullgraph=True)
+        sums = []
+        for i in range(3):
+            x = sm.ones(4, device_mesh=mesh) + i
+            values = f(x).values
+            assert values[0] is x
+            sums += [y.sum().item() for y in values]
+        return sums
+
+    assert sm.simulate(2)(main)() == [[4.0, 8.0, 8.0, 16.0, 12.0, 24.0]] * 2
+
+
 def test_methods_and_decorators() -> None:
     class JittedMethod(nn.Module):
         def __init__(self) -> None:

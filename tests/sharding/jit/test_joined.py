@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import shardmesh as sm
 from shardmesh import P
 from shardmesh.parallel import parallelize
+from shardmesh.sharding.jit.errors import JitError
 from tests.device import DEVICE
 from tests.sharding.ranks import every_rank
 
@@ -303,6 +304,85 @@ def test_a_function_whose_result_is_differentiated_outside() -> None:
     for value, expected in zip(use(jitted), use(f), strict=True):
         assert torch.equal(value, expected)
     assert [type(x).__name__ for x in jitted.recorded] == ["CompiledGraph"] * 2
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_a_loss_function_of_outputs_of_a_model(is_recomputed: bool) -> None:
+    """Its argument has a gradient history: the first call is eager, the others two programs."""
+
+    def loss_of(outputs: Tensor, target: Tensor, scale: float) -> Tensor:
+        return (outputs - target).tanh().square().sum() * scale
+
+    def use(f: Callable[..., Tensor]) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, values = nn.Linear(6, 6), []
+        for i in range(5):
+            outputs = model(X)
+            if is_recomputed:
+                loss = checkpoint(f, outputs, X * i, 0.5 * i, use_reentrant=False)
+            else:
+                loss = f(outputs, X * i, 0.5 * i)
+            with torch.no_grad():
+                values.append(f(outputs, X, 0.5))  # no gradient flows here
+            loss.backward()
+            values += [loss.detach(), *gradients(model)]
+        return values
+
+    jitted = sm.jit(loss_of, backend="eager", fullgraph=True)
+    for value, expected in zip(use(jitted), use(loss_of), strict=True):
+        assert torch.equal(value, expected)
+    assert len(jitted.recorded) == 2
+
+
+def test_a_backward_that_goes_on_through_an_argument(caplog: pytest.LogCaptureFixture) -> None:
+    def step(x: Tensor) -> Tensor:
+        loss = x.square().sum()
+        loss.backward()
+        return loss.detach()
+
+    jitted = sm.jit(step, backend="eager")
+    with caplog.at_level(logging.WARNING, "shardmesh"):
+        for i in range(3):
+            x = torch.full((2,), float(i), requires_grad=True)
+            assert jitted(x * 2) == 8 * i * i
+            assert x.grad.tolist() == [8.0 * i] * 2
+    (line,) = [x.message for x in caplog.records if "runs eagerly" in x.message]
+    assert "calls backward() itself" in line
+    with pytest.raises(JitError, match=r"calls backward\(\) itself"):
+        sm.jit(step, backend="eager", fullgraph=True)(torch.ones(2, requires_grad=True) * 2)
+
+
+def test_a_module_that_calls_backward_itself() -> None:
+    """Its parameters are not those that the recording has in their place."""
+
+    class Trained(Net):
+        def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+            loss = super().forward(x, scale).square().sum()
+            loss.backward()
+            return loss.detach()
+
+    with pytest.raises(JitError, match=r"Trained calls backward\(\) itself"):
+        sm.jit(Trained(), backend="eager")(X)
+
+
+def test_a_module_that_differentiates_itself() -> None:
+    """As potentials of molecules do: forces are derivatives of an energy."""
+
+    class Forces(Net):
+        def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+            x = x.detach().requires_grad_()
+            energy = super().forward(x, scale).square().sum()
+            return -torch.autograd.grad(energy, x, create_graph=True)[0]
+
+    def use(model: nn.Module) -> list[Tensor]:
+        values = []
+        for i in range(3):
+            forces = model(X * (i + 1))
+            (forces - X).square().sum().backward()
+            values += [forces.detach(), *gradients(model)]
+        return values
+
+    assert len(both(Forces, use).recorded) == 1
 
 
 def test_tensors_of_modules_that_are_no_parameters() -> None:

@@ -125,6 +125,32 @@ def test_ranks_that_differ_often_record_by_themselves(
     )
 
 
+def test_an_instance_that_a_mixed_call_returns_has_no_history() -> None:
+    class Output:
+        def __init__(self, loss: Tensor) -> None:
+            self.losses = [loss]
+
+    def main() -> int:
+        mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("dp",))
+        model = nn.Linear(4, 4).to(DEVICE)
+        sm.parallel.data_parallel(model, mesh)
+
+        @sm.jit(backend="eager")
+        def step(x: Tensor) -> Output:
+            loss = model(x).square().mean()
+            loss.backward()
+            return Output(loss)
+
+        for lengths in [(3, 3), (3, 3), (3, 3), (3, 2)]:
+            x = torch.ones(lengths[mesh.get_rank()], 4, device=DEVICE)
+            (loss,) = step(x).losses
+            with pytest.raises(RuntimeError, match="by a graph that has no backward"):
+                loss.backward()
+        return runs(step)
+
+    assert sm.simulate(2)(main)() == [1, 1]
+
+
 def test_ranks_that_have_read_values_part() -> None:
     """None agrees on a call any more, whether it has recorded the signature anew or not."""
 
@@ -210,6 +236,27 @@ def test_functions_of_several_meshes() -> None:
     assert results[0] == [12.0] * 8
     assert results[1] == [12.0] * 5 + [16.0, 12.0, 16.0]
     assert results[2] == results[3] == [12.0] * 4
+
+
+def test_meshes_that_overlap_in_a_chain() -> None:
+    """All ranks of the chain agree on a call, also those without a mesh in common."""
+
+    def main() -> tuple[list[float], int, int]:
+        rank = current_world().rank
+        meshes = [
+            sm.DeviceMesh(DEVICE, ranks, axis_names=("dp",))
+            for ranks in ([0, 1], [1, 2], [2, 3])
+            if rank in ranks
+        ]
+        weights = [sm.ones(4, device_mesh=mesh, placements=sm.P("dp")) for mesh in meshes]
+        f = sm.jit(lambda x: sum(w.sum().full_tensor() for w in weights) * x.sum(), backend="eager")
+        values = []
+        for length in (3, 3, 5, 3, 3):
+            x = torch.ones(length if rank == 3 else 3, device=DEVICE)
+            values.append(f(x).item() / len(x) / len(weights))
+        return values, len(f.recorded), runs(f)
+
+    assert sm.simulate(4)(main)() == [([4.0] * 5, 1, 3)] * 4
 
 
 def test_processes(world4: Pool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import shardmesh as sm
 from shardmesh import P
 from shardmesh.mesh.comm.current_world import current_world
 from shardmesh.sharding.jit.errors import JitError
-from shardmesh.sharding.jit.passes.agreement import Line, agree, fits, hash_of
+from shardmesh.sharding.jit.passes.agreement import Line, agree, fits, hash_of, sweeps_of
 from tests.device import DEVICE
 from tests.pool import Pool
 
@@ -68,6 +69,14 @@ def test_recordings_of_other_values_are_compared() -> None:
     assert sm.simulate(2)(main)(alike, True) == [(1, True, True)] * 2
     assert sm.simulate(2)(main)(differing, True) == [(1, True, False)] * 2
     assert sm.simulate(2)(main)(alike, False) == [(1, False, True)] * 2
+
+
+def test_ranks_of_overlapping_meshes_know_when_they_know_all() -> None:
+    rounds = {0: [(0, 1)], 1: [(0, 1), (1, 3)], 2: [(2, 3)], 3: [(2, 3), (1, 3)]}
+    assert sweeps_of({0: [(0, 1)], 1: [(0, 1)]}) == 1
+    assert sweeps_of(rounds) == 2
+    for rank in rounds:
+        assert sweeps_of({r: one for r, one in rounds.items() if r != rank}) == math.inf
 
 
 def test_a_rank_without_a_graph() -> None:
