@@ -249,6 +249,14 @@ class _Memory:
         self._members.setdefault(key.storage, set()).add(key.tensor)
         self._storages[key.storage] = self._storages.get(key.storage, _NONE) | sources
 
+    def know(self, key: TensorKey) -> None:
+        """Note what a tensor depends on now: not on what takes views of it later.
+
+        A write to its memory makes it depend on that.
+        """
+        if key.tensor not in self._tensors and key.tensor not in self._places:
+            self.set(key, self._sources(key))
+
     def write(self, storage: int, sources: Sources) -> None:
         """Make all tensors of a memory depend on what it held before and on what was written."""
         if storage in self._place_storages:
@@ -313,6 +321,7 @@ class _Follower:
             added = frozenset({_Drawn(event.name, i)})
         self.places |= {x.place for x in sources if isinstance(x, _Place)}
         for key in event.inputs:
+            self._memory.know(key)
             self._allocated_by.setdefault(key.storage, -1)
         for storage in event.written:
             self._write(storage, sources | added)
