@@ -82,6 +82,10 @@ class ElasticJobError(RuntimeError):
     """A job cannot go on without the ranks that it has lost, or fails again and again."""
 
 
+class LeftOutError(ElasticJobError):
+    """The others go on without this rank, which lives."""
+
+
 class Change(NamedTuple):
     """Which members leave after a step, and which processes become members; the same on all."""
 
@@ -304,7 +308,15 @@ class Membership:
         return Change(leaving, announced)
 
     def pause(self, change: Change) -> None:
-        """COMPUTE -> interrupted, between two steps, as all members do."""
+        """COMPUTE -> interrupted, between two steps, as all members do.
+
+        A rank that leaves, and that a death keeps from hearing that all have met, may wait at its
+        own store for those that have: so they say there that they go on without it.
+        """
+        if self.member.rank not in change.leaving:
+            for rank in change.leaving:
+                with contextlib.suppress(StoreGoneError):
+                    self._ask(rank, lambda keys: _sign_all(keys, change.leaving))
         self._candidates = change.joining
         self.verdict = f"{ranks_text(change.leaving)} left" if change.leaving else ""
         self._presence.hear(change.leaving)
@@ -410,6 +422,7 @@ class Membership:
             ElasticJobError: too few members are left, or the step has failed twice for the same
                 reason, with the same text on every rank; or this rank has failed twice; or it is
                 cut off from the ranks that go on.
+            LeftOutError: others go on without this rank.
             StoreGoneError: another rank has failed twice, and is left out; agree again.
 
         Communication: through the store of the lowest member; waits for all that are left.
@@ -417,6 +430,11 @@ class Membership:
         pause = _FIRST_PAUSE_S
         self._awaited = {}
         while True:
+            if self.member.rank in self._presence.gone:
+                raise LeftOutError(
+                    f"rank {self.member.rank} counts as lost for others, which go on without it: "
+                    f"{self.verdict}"
+                )
             self._note_deaths(self._awaited)
             host = self.member.store_host
             try:
@@ -434,7 +452,7 @@ class Membership:
         successor = told.joining.get(self.member.rank)
         is_other = successor is not None and successor.token != self._own_token
         if self.member.rank not in told.decision.members or is_other:
-            raise ElasticJobError(
+            raise LeftOutError(
                 f"{ranks_text(told.decision.members)} count rank {self.member.rank} as lost, and "
                 f"go on without it: {self.verdict}"
             )
@@ -737,6 +755,12 @@ class Membership:
         if self._connection is not None:
             self._connection[1].close()
             self._connection = None
+
+
+def _sign_all(keys: StoreKeys, ranks: Collection[int]) -> None:
+    """Say in a store that ranks have ended."""
+    for rank in ranks:
+        keys.sign("ended", rank)
 
 
 def node_size(hosts: Sequence[Hashable]) -> int | None:

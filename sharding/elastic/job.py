@@ -31,7 +31,7 @@ from ...mesh.comm.group import CollectiveRecord, Group
 from ...mesh.device_mesh import DeviceMesh
 from ...mesh.elastic import protocol
 from ...mesh.elastic.joining import enter, is_joining
-from ...mesh.elastic.membership import Change, ElasticJobError, Membership
+from ...mesh.elastic.membership import Change, ElasticJobError, LeftOutError, Membership
 from ...mesh.elastic.messages import Announcement
 from ...mesh.elastic.protocol import Copy, Decision, Phase, Write
 from ...mesh.elastic.rank_stores import StoreGoneError
@@ -641,8 +641,14 @@ class ElasticJob:
         if self._is_completing and error is not None:
             raise error  # this rank cannot complete the step, as it has promised
         while True:
-            if error is not None and self._agree(error) is None:
-                self.is_finished = True
+            try:
+                if error is not None and self._agree(error) is None:
+                    self.is_finished = True
+                    return
+            except LeftOutError:
+                if not self._is_leaving():
+                    raise
+                self._depart(is_last=False)  # a death has kept it from hearing that all have met
                 return
             try:
                 self._rebuild()

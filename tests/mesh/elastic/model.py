@@ -15,6 +15,11 @@ is to serve the store serves an empty one, and a store ends with its host.
 Next to what a member believes to hold (`Member.copies`), the model has what is in its memory: whole
 versions, and reduced gradients.
 
+A rank that is told to go asks for it in its next vote. After that step all members exchange what
+only it holds, meet, and are interrupted; those that stay count it as lost. It waits outside of the
+protocol, and ends at any time. What can come between is a death, after which some have met and
+others have not.
+
 Some events are taken at once (`Model.settled`), so that the search need not go through their
 orders:
 
@@ -58,6 +63,7 @@ class Store(NamedTuple):
     host: int
     decision: Decision | None = None
     reports: tuple[Report, ...] = ()
+    gone: frozenset[int] = frozenset()
 
     def with_report(self, report: Report) -> Store:
         others = [told for told in self.reports if told.rank != report.rank]
@@ -72,6 +78,11 @@ class Process(NamedTuple):
     is_alive: bool = True
     reported_to: int | None = None
     is_stopped: bool = False  # the decision says that parts are lost
+    is_told_to_go: bool = False
+    change: tuple[int, int, int] = (-1, 0, 0)  # epoch and step of the last one, and how far it is
+    copies: tuple[Copy, tuple[int, ...]] | None = None  # handed over by these: see `receiver`
+    gone: frozenset[int] = frozenset()  # who has left, as far as it knows
+    has_left: bool = False
 
 
 class World(NamedTuple):
@@ -80,6 +91,7 @@ class World(NamedTuple):
     Attributes:
         committed: the versions that some rank, dead or alive, has taken for committed, by step.
         failed: the epochs in which a step has failed on a rank that lives; the others hear of it.
+        changes: epoch and step of the votes in which a rank has asked to go.
     """
 
     processes: tuple[Process, ...]
@@ -88,6 +100,8 @@ class World(NamedTuple):
     deaths_left: int
     failures_left: int = 0
     failed: tuple[int, ...] = ()
+    leavers_left: int = 0
+    changes: tuple[tuple[int, int], ...] = ()
 
 
 class Violation(AssertionError):
@@ -102,6 +116,7 @@ class Model:
         parts, replicas: how the state is laid out at the start.
         deaths: how many processes may die.
         failures: how often a step may fail on a rank that lives.
+        leavers: how many ranks may be told to go.
         steps: how many steps are taken; then members wait.
         host: the rank that serves the store.
         mutation: a way in which the protocol is broken, for tests of the search itself.
@@ -114,6 +129,7 @@ class Model:
     steps: int = 1
     host: int = 0
     failures: int = 0
+    leavers: int = 0
     write: Write = Write.LOCAL
     mutation: str = ""
     is_reduced: bool = True
@@ -128,7 +144,14 @@ class Model:
         for rank in range(self.size):
             member = protocol.first_member(rank, range(self.size), self.host, self.write)
             processes.append(Process(member, Memory(frozenset({member.current}))))
-        return World(tuple(processes), (Store(self.host),), (), self.deaths, self.failures)
+        return World(
+            tuple(processes),
+            (Store(self.host),),
+            (),
+            self.deaths,
+            self.failures,
+            leavers_left=self.leavers,
+        )
 
     # -- where parts are ---------------------------------------------------------------------------
 
@@ -150,6 +173,26 @@ class Model:
             part for part, holders in self.holders(version).items() if not set(holders) & set(ranks)
         )
 
+    def receiver(self, version: Copy, part: int, leaving: Collection[int]) -> int:
+        """Return which member has a copy of a part of ranks that leave."""
+        stayers = [rank for rank in version.members if rank not in leaving]
+        return stayers[part % len(stayers)]
+
+    def missing_with_copies(
+        self, process: Process, version: Copy, ranks: Collection[int]
+    ) -> tuple[int, ...]:
+        """Return `missing_parts` as a member knows it, with what has been handed over."""
+        missing = self.missing_parts(version, ranks)
+        if process.copies is None or process.copies[0] != version:
+            return missing
+        leaving = process.copies[1]
+        return tuple(
+            part
+            for part in missing
+            if not set(self.holders(version)[part]) <= set(leaving)
+            or self.receiver(version, part, leaving) not in ranks
+        )
+
     # -- what can happen next ----------------------------------------------------------------------
 
     def successors(self, world: World) -> Iterator[tuple[str, World]]:
@@ -161,8 +204,15 @@ class Model:
         for rank, process in enumerate(world.processes):
             if not process.is_alive:
                 continue
+            if process.has_left:
+                yield f"{rank} ends", self.end(world, rank)
+                continue
             if world.deaths_left:
                 yield f"{rank} dies", self.die(world, rank)
+            can_be_told = process.member.phase is Phase.REDUCE and not process.is_told_to_go
+            if world.leavers_left and can_be_told and not process.member.is_interrupted:
+                told = replaced(world, rank, process._replace(is_told_to_go=True))
+                yield f"{rank} is told to go", told._replace(leavers_left=world.leavers_left - 1)
             if process.member.is_interrupted:
                 yield from self.agree(world, rank)
             else:
@@ -205,19 +255,31 @@ class Model:
         """
         process = world.processes[rank]
         member = process.member
-        if not process.is_alive or process.is_stopped:
+        if not process.is_alive or process.is_stopped or process.has_left:
             return world
         if member.phase is Phase.COMPUTE and not member.is_interrupted:
-            if member.step < self.steps:
+            if self.begins_change(world, process):
+                change = (member.epoch, member.step, 1)
+                return replaced(world, rank, process._replace(change=change))
+            if member.step < self.steps and not self.is_changing(process):
                 return self.move(world, rank, protocol.enter_reductions(member))
-            return world
+            if not self.is_changing(process):
+                return world
         dead = [other for other in member.survivors if not world.processes[other].is_alive]
         if dead and (member.is_interrupted or self.is_stuck(world, rank)):
             lowest = next(r for r in member.members if world.processes[r].is_alive)
             if rank != lowest or (len(dead) == 1 and not member.lost):
                 return self.learn(world, rank, dead)
         may_fail = world.failures_left or member.epoch in world.failed
-        if not dead and not world.deaths_left and (member.is_interrupted or not may_fail):
+        some_leave = world.leavers_left or any(
+            other.is_told_to_go and other.is_alive for other in world.processes
+        )
+        if (
+            not dead
+            and not world.deaths_left
+            and not some_leave
+            and (member.is_interrupted or not may_fail)
+        ):
             events = self.agree if member.is_interrupted else self.proceed
             for _, after in events(world, rank):
                 return after
@@ -227,23 +289,32 @@ class Model:
         """Return whether a member waits for one that will not come: it is dead, or has been
         interrupted, before it entered the collective.
         """
-        member = world.processes[rank].member
-        if member.phase is Phase.COMPUTE:
+        own = world.processes[rank]
+        member = own.member
+        if member.phase is Phase.COMPUTE and not self.is_changing(own):
             return False
-        for other in self.awaited(member):
+        for other in self.awaited(own):
             process = world.processes[other]
-            if self.all_entered(world, member, [other], member.phase):
+            if member.phase is Phase.COMPUTE:
+                has_entered = process.change >= own.change
+            else:
+                has_entered = self.all_entered(world, member, [other], member.phase)
+            if has_entered:
                 continue
             if not process.is_alive or process.member.is_interrupted:
                 return True
         return False
 
     def die(self, world: World, rank: int) -> World:
+        return self.end(world, rank)._replace(deaths_left=world.deaths_left - 1)
+
+    def end(self, world: World, rank: int) -> World:
+        """A process ends: it dies, or has left."""
         process = world.processes[rank]
-        dead = Process(_sent(process.member), Memory(frozenset()), False)
+        dead = Process(_sent(process.member), Memory(frozenset()), False, change=process.change)
+        dead = dead._replace(is_told_to_go=process.is_told_to_go)
         stores = tuple(store for store in world.stores if store.host != rank)
-        after = replaced(world, rank, dead)
-        return self.forget(after._replace(stores=stores, deaths_left=world.deaths_left - 1))
+        return self.forget(replaced(world, rank, dead)._replace(stores=stores))
 
     def forget(self, world: World) -> World:
         """Return the state without what no living process can see any more: what processes that
@@ -273,7 +344,8 @@ class Model:
             return world  # it will learn of that
         self.check_claims(process)
         stores = {store.host: store for store in world.stores}
-        stores[host] = stores.get(host, Store(host)).with_report(protocol.report(process.member))
+        store = stores.get(host, Store(host)).with_report(protocol.report(process.member))
+        stores[host] = store._replace(gone=store.gone | process.gone)
         return replaced(world, rank, process._replace(reported_to=host))._replace(
             stores=tuple(stores[at] for at in sorted(stores))
         )
@@ -292,22 +364,26 @@ class Model:
         """Yield what a member does that is not interrupted."""
         member, memory = world.processes[rank].member, world.processes[rank].memory
         phase = member.phase
+        if phase is Phase.COMPUTE and self.is_changing(world.processes[rank]):
+            yield from self.proceed_change(world, rank)
+            return
         if phase is Phase.COMPUTE:
             if member.step < self.steps:
                 yield f"{rank} reduces", self.move(world, rank, protocol.enter_reductions(member))
             return
         skipped = {Phase.VOTE: "no vote", Phase.COMMIT: "commit alone", Phase.CONFIRM: "no confirm"}
         if self.mutation != skipped.get(phase, "none") and not self.all_entered(
-            world, member, self.awaited(member), phase
+            world, member, self.awaited(world.processes[rank]), phase
         ):
             return
         if phase is Phase.REDUCE:
-            yield (
-                f"{rank} votes",
-                self.move(
-                    world, rank, protocol.enter_vote(member), memory._replace(grads=member.next)
-                ),
+            after = self.move(
+                world, rank, protocol.enter_vote(member), memory._replace(grads=member.next)
             )
+            if world.processes[rank].is_told_to_go:
+                changes = {*world.changes, (member.epoch, member.step)}
+                after = after._replace(changes=tuple(sorted(changes)))
+            yield f"{rank} votes", after
         elif phase is Phase.VOTE and self.write is Write.LOCAL:
             # nothing interrupts it, and if it dies meanwhile nobody sees what it had written
             written = protocol.finish_write(protocol.enter_write(member))
@@ -339,36 +415,84 @@ class Model:
                 ),
             )
         else:
-            yield (
-                f"{rank} frees what it had",
-                self.move(
-                    world,
-                    rank,
-                    protocol.finish_confirm(member),
-                    Memory(frozenset({member.current})),
-                ),
+            after = self.move(
+                world, rank, protocol.finish_confirm(member), Memory(frozenset({member.current}))
             )
+            yield f"{rank} frees what it had", self.without_copies(after, rank)
+
+    # -- ranks that leave --------------------------------------------------------------------------
+
+    def begins_change(self, world: World, process: Process) -> bool:
+        """Return whether members change after the step that this one has committed."""
+        member = process.member
+        voted = (member.epoch, member.step - 1)
+        return voted in world.changes and process.change[:2] != (member.epoch, member.step)
+
+    def is_changing(self, process: Process) -> bool:
+        """Return whether a member hands over parts, or waits for the others to have done so."""
+        epoch, step, stage = process.change
+        return (epoch, step) == (process.member.epoch, process.member.step) and stage in (1, 2)
+
+    def proceed_change(self, world: World, rank: int) -> Iterator[tuple[str, World]]:
+        """Yield what a member does between two steps after which others, or itself, leave."""
+        process = world.processes[rank]
+        member = process.member
+        skips = self.mutation == "no meeting" and process.change[2] == 2
+        late = any(world.processes[other].change < process.change for other in member.members)
+        if late and not skips:
+            return
+        leaving = tuple(r for r in member.members if world.processes[r].is_told_to_go)
+        epoch, step, stage = process.change
+        if stage == 1:
+            copies = None if self.mutation == "no hand-over" else (member.current, leaving)
+            after = process._replace(change=(epoch, step, 2), copies=copies)
+            yield f"{rank} has handed over", replaced(world, rank, after)
+            return
+        after = process._replace(change=(epoch, step, 3))
+        if rank in leaving:
+            yield f"{rank} leaves", replaced(world, rank, after._replace(has_left=True))
+            return
+        stores = {store.host: store for store in world.stores}
+        for other in leaving if self.mutation != "not told" else ():
+            if world.processes[other].is_alive:
+                store = stores.get(other, Store(other))
+                stores[other] = store._replace(gone=store.gone | set(leaving))
+        world = world._replace(stores=tuple(stores[at] for at in sorted(stores)))
+        member = protocol.interrupt(protocol.lose(member, leaving))
+        after = after._replace(member=member, gone=process.gone | set(leaving))
+        yield f"{rank} pauses", self.write_report(replaced(world, rank, after), rank)
 
     def move(self, world: World, rank: int, member: Member, memory: Memory | None = None) -> World:
         process = world.processes[rank]
         memory = process.memory if memory is None else memory
         return replaced(world, rank, process._replace(member=member, memory=memory))
 
-    def awaited(self, member: Member) -> Collection[int]:
+    def awaited(self, process: Process) -> Collection[int]:
         """Return the members that must enter the collective that this one waits in."""
+        member = process.member
         if member.phase is Phase.REDUCE:
             parts = [held for held in self.holders(member.current).values() if member.rank in held]
             return set(chain([member.rank], *parts))
         if member.phase is Phase.RESTORE:
-            assert member.decision is not None
-            held = self.holders(member.decision.source)
-            wanted = [
-                part for part, ranks in self.holders(member.current).items() if member.rank in ranks
-            ]
-            providers = member.decision.providers
-            senders = [[r for r in held[part] if r in providers] for part in wanted]
-            return {member.rank if member.rank in ranks else ranks[0] for ranks in senders}
+            return self.senders(process)
         return member.members
+
+    def senders(self, process: Process) -> set[int]:
+        """Return the members from which one receives its parts of the new layouts."""
+        member = process.member
+        assert member.decision is not None
+        source, providers = member.decision.source, member.decision.providers
+        senders: set[int] = set()
+        for part, ranks in self.holders(member.current).items():
+            if member.rank not in ranks:
+                continue
+            holding = [rank for rank in self.holders(source)[part] if rank in providers]
+            if not holding and process.copies is not None and process.copies[0] == source:
+                holding = [self.receiver(source, part, process.copies[1])]
+            if not holding:
+                raise Violation(f"rank {member.rank} finds no part {part} of {source}")
+            senders.add(member.rank if member.rank in holding else holding[0])
+        return senders
 
     def all_entered(
         self, world: World, member: Member, ranks: Collection[int], phase: Phase
@@ -390,7 +514,10 @@ class Model:
                 raise Violation(f"step {version.step} is committed twice: {other} and {version}")
         committed = tuple(sorted({*world.committed, version}))
         world = self.move(world, rank, after, Memory(frozenset({version})))
-        return world._replace(committed=committed)
+        return self.without_copies(world, rank)._replace(committed=committed)
+
+    def without_copies(self, world: World, rank: int) -> World:
+        return replaced(world, rank, world.processes[rank]._replace(copies=None))
 
     # -- a loss ------------------------------------------------------------------------------------
 
@@ -402,6 +529,15 @@ class Model:
         if store is None or process.reported_to != store.host:
             return
         last = store.decision
+        if rank in store.gone:
+            yield f"{rank} hears that others go on without it", self.end(world, rank)
+            return
+        gone = (store.gone - {rank}) & set(member.members)
+        if gone - member.lost:
+            heard = process._replace(member=protocol.lose(member, gone), gone=process.gone | gone)
+            after = self.write_report(replaced(world, rank, heard), rank)
+            yield f"{rank} hears that {set(gone)} have left", after
+            return
         if last is not None and last.epoch > member.epoch:
             yield f"{rank} adopts {last}", self.adopt(world, rank, last)
             return
@@ -410,7 +546,9 @@ class Model:
             last = None
         if self.mutation == "every rank decides":
             member = member._replace(rank=member.leader)
-        decision = protocol.decide(member, reports, last, self.missing_parts)
+        decision = protocol.decide(
+            member, reports, last, lambda v, ranks: self.missing_with_copies(process, v, ranks)
+        )
         if decision is None:
             return
         if self.mutation in ("not persisted", "every rank decides"):
@@ -423,8 +561,10 @@ class Model:
 
     def adopt(self, world: World, rank: int, decision: Decision) -> World:
         process = world.processes[rank]
+        if rank not in decision.members and process.is_told_to_go:
+            return self.end(world, rank)  # others have met it before a death, and it has not
         self.check_decision(world, rank, decision)
-        if decision.lost:
+        if decision.lost or not self.have_copies(world, decision):
             return replaced(world, rank, process._replace(is_stopped=True))
         member = protocol.adopt(process.member, decision)
         versions, grads = process.memory
@@ -436,8 +576,29 @@ class Model:
             versions = (versions - {before}) | {decision.source}
         elif decision.source in member.copies:
             versions = frozenset({decision.source})
-        process = Process(member, Memory(versions))
-        return self.forget(replaced(world, rank, process))
+        process = process._replace(member=member, memory=Memory(versions), reported_to=None)
+        world = self.forget(replaced(world, rank, process))
+        if process.gone & set(member.members):
+            # a leader that has not heard of it has decided: the members agree again
+            failed = tuple(sorted({*world.failed, member.epoch}))
+            process = process._replace(member=protocol.lose(member, process.gone))
+            world = replaced(world, rank, process)._replace(failed=failed)
+            return self.write_report(world, rank)
+        return world
+
+    def have_copies(self, world: World, decision: Decision) -> bool:
+        """Return whether all members have what was handed over, if they need it.
+
+        They tell each other before they exchange parts.
+        """
+        if not self.missing_parts(decision.source, decision.providers):
+            return True
+        for rank in decision.members:
+            copies = world.processes[rank].copies
+            if world.processes[rank].is_alive and (copies is None or copies[0] != decision.source):
+                self.check_loss(world, decision)
+                return False
+        return True
 
     def check_decision(self, world: World, rank: int, decision: Decision) -> None:
         for other in world.processes:
@@ -462,10 +623,13 @@ class Model:
                 raise Violation(f"{committed} was committed, and {decision} has another")
 
     def check_loss(self, world: World, decision: Decision) -> None:
-        """Raise a Violation if parts are said to be lost though each has a holder that lives, and
-        that was not cut off in its write.
+        """Raise a Violation if parts are said to be lost though each has a holder that lives, has
+        not left, and was not cut off in its write.
         """
-        living = [process for process in world.processes if process.is_alive]
+        left: set[int] = set()  # as soon as one has met all others
+        for process in world.processes:
+            left |= process.gone
+        living = [p for p in world.processes if p.is_alive and p.member.rank not in left]
         for version in {copy for process in living for copy in process.memory.versions}:
             holding = [
                 process.member.rank for process in living if version in process.memory.versions
@@ -489,33 +653,6 @@ class Model:
         ]
         if not self.missing_parts(newest, whole):
             raise Violation(f"{decision} says that parts are lost; each had a holder in {newest}")
-
-    def exchange(self, world: World, rank: int) -> Iterator[tuple[str, World]]:
-        """A member receives its parts of the new layouts from members that hold them, once these
-        have entered the exchange.
-        """
-        process = world.processes[rank]
-        member = process.member
-        decision = member.decision
-        assert decision is not None
-        held = self.holders(decision.source)
-        wanted = [part for part, ranks in self.holders(member.current).items() if rank in ranks]
-        for part in wanted:
-            senders = [other for other in held[part] if other in decision.providers]
-            sender = rank if rank in senders else senders[0]
-            if not self.all_entered(world, member, [sender], Phase.RESTORE):
-                return
-        yield (
-            f"{rank} has its parts",
-            replaced(
-                world,
-                rank,
-                process._replace(
-                    member=protocol.enter_confirm(member),
-                    memory=Memory(process.memory.versions | {member.current}),
-                ),
-            ),
-        )
 
 
 def replaced(world: World, rank: int, process: Process) -> World:
@@ -572,7 +709,14 @@ def explore(model: Model, at_end: Callable[[World], object] = lambda world: None
         stores = intern(world.stores)
         key = [numbers[id(process)] for process in processes]
         key.append(numbers[id(stores)])
-        rest = world.committed, world.deaths_left, world.failures_left, world.failed
+        rest = (
+            world.committed,
+            world.deaths_left,
+            world.failures_left,
+            world.failed,
+            world.leavers_left,
+            world.changes,
+        )
         return (*key, *rest), World(processes, stores, *rest)
 
     start = model.start()
@@ -615,12 +759,12 @@ def explore(model: Model, at_end: Callable[[World], object] = lambda world: None
 
 
 def _faults_left(world: World) -> int:
-    return world.deaths_left + world.failures_left
+    return world.deaths_left + world.failures_left + world.leavers_left
 
 
 def check_finished(model: Model, world: World) -> None:
     """Raise a Violation unless all living members have finished, together."""
-    living = [process for process in world.processes if process.is_alive]
+    living = [p for p in world.processes if p.is_alive and not p.has_left]
     for process in living:
         member = process.member
         if member.is_interrupted or member.step < model.steps or member.phase is not Phase.COMPUTE:

@@ -13,7 +13,13 @@ from torch.distributed import TCPStore
 
 from shardmesh.mesh.elastic import joining, protocol
 from shardmesh.mesh.elastic.joining import newcomers, next_number
-from shardmesh.mesh.elastic.membership import Change, ElasticJobError, Membership, node_size
+from shardmesh.mesh.elastic.membership import (
+    Change,
+    ElasticJobError,
+    LeftOutError,
+    Membership,
+    node_size,
+)
 from shardmesh.mesh.elastic.messages import Announcement
 from shardmesh.mesh.elastic.presence import Presence
 from shardmesh.mesh.elastic.rank_stores import StoreAddress, serve_store
@@ -103,6 +109,23 @@ def test_a_rank_whose_number_another_process_has_does_not_go_on(
     with pytest.raises(ElasticJobError, match="go on without it"):
         late.agree()
     late.close()
+
+
+def test_a_rank_that_leaves_hears_at_its_own_store_that_others_have_met():
+    """A third rank has ended where they meet, which one of the two has heard of before."""
+    served = [serve_store(), serve_store()]
+    leaver, stayer = (member_of(rank, (0, 1, 2), served[0][1]) for rank in (0, 1))
+    for one in (leaver, stayer):
+        one._addresses[1] = served[1][1]
+        one._presence.hear([2])
+    stayer.pause(Change((0,), ()))
+    leaver.member = protocol.interrupt(leaver.member)
+    with pytest.raises(LeftOutError, match="rank 0 counts as lost for others"):
+        leaver.agree()
+    stayer.agree()
+    assert stayer.member.members == (1,)
+    for one in (leaver, stayer):
+        one.close()
 
 
 def test_numbers_are_not_those_of_an_epoch_that_others_have_begun():

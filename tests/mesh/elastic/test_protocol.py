@@ -32,6 +32,13 @@ LOCAL, UNDO, BARE = Write.LOCAL, Write.UNDO, Write.BARE
         slow(Model(2, 2, deaths=2, write=UNDO)),
         slow(Model(2, 2, deaths=2, write=BARE)),
         slow(Model(1, 4, deaths=3)),
+        Model(2, 1, deaths=0, steps=2, leavers=1),
+        Model(1, 3, deaths=1, leavers=1),
+        Model(1, 3, deaths=1, leavers=1, host=2),
+        slow(Model(1, 3, deaths=1, leavers=2)),
+        slow(Model(2, 1, deaths=1, leavers=1, write=UNDO)),
+        slow(Model(2, 2, deaths=1, leavers=1)),
+        slow(Model(1, 4, deaths=2, leavers=1)),
         slow(Model(3, 2, deaths=1, steps=2)),
         slow(Model(3, 2, deaths=1, host=5, write=UNDO)),
     ],
@@ -40,7 +47,9 @@ LOCAL, UNDO, BARE = Write.LOCAL, Write.UNDO, Write.BARE
 def test_no_interleaving_is_wrong(model: Model):
     counts = explore(model)
     assert counts.finished
-    one_part_can_end = model.deaths >= model.replicas or model.write is BARE
+    # a rank that has left holds nothing any more, and one alone does not leave
+    gone = model.deaths + (model.leavers if model.deaths and model.parts > 1 else 0)
+    one_part_can_end = gone >= model.replicas or model.write is BARE
     assert bool(counts.lost) == one_part_can_end
 
 
@@ -67,6 +76,17 @@ def test_three_parts_on_two_replicas_with_two_deaths(host: int):
 def test_a_broken_protocol_is_noticed(mutation: str, violation: str, deaths: int, write: Write):
     with pytest.raises(Violation, match=violation):
         explore(Model(2, 2, deaths, write=write, mutation=mutation))
+
+
+@pytest.mark.parametrize("mutation", ["no hand-over", "no meeting"])
+def test_parts_are_lost_with_a_rank_that_leaves_too_early(mutation: str):
+    assert explore(Model(2, 1, deaths=0, leavers=1, mutation=mutation)).lost
+
+
+def test_a_rank_that_leaves_must_hear_that_others_have_met():
+    """Or it waits for them for ever: they have met before a death of which it hears first."""
+    with pytest.raises(Violation, match="deadlock: rank 0 waits"):
+        explore(Model(1, 3, deaths=1, leavers=1, mutation="not told"))
 
 
 def test_the_newest_version_alone_is_not_enough(monkeypatch: pytest.MonkeyPatch):

@@ -8,6 +8,7 @@ import pytest
 
 import shardmesh as sm
 from shardmesh.mesh.elastic import protocol
+from shardmesh.mesh.elastic.membership import LeftOutError
 from shardmesh.mesh.elastic.protocol import Copy, Decision
 from shardmesh.sharding.elastic.job import ElasticJob, _Holding
 from shardmesh.sharding.elastic.recovery import StateLostError
@@ -68,6 +69,21 @@ def test_an_error_of_the_agreement_is_not_tried_again(monkeypatch: pytest.Monkey
     members = Members(agree=KeyError(4))
     with pytest.raises(KeyError):
         job_with(members, monkeypatch)._go_on(RuntimeError("rank 1 died"))
+
+
+def test_a_rank_that_is_told_to_go_may_hear_that_others_have_gone_on(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    members = Members(agree=LeftOutError("others go on"))
+    job = job_with(members, monkeypatch)
+    monkeypatch.setattr(job, "close", lambda: None)
+    job._is_told_to_go = False
+    with pytest.raises(LeftOutError):
+        job._go_on(RuntimeError("rank 1 died"))
+    job.leave()
+    job._go_on(RuntimeError("rank 1 died"))
+    assert job.has_left
+    assert members.asked[-1] == "leave"
 
 
 def holding(knows_losses: bool, has_layouts: bool = False) -> _Holding:
