@@ -85,7 +85,9 @@ def test_the_function_for_ray_runs_on_a_started_process_group(tmp_path: Path) ->
     """Of the program for Ray Train, what needs no Ray: the workers' function, here on one rank."""
     (program,) = [block for block in blocks(PAGE, "python") if "TorchTrainer" in block]
     function = program[program.index("def train") : program.index("TorchTrainer(train")]
-    function = function.replace('"cuda", (2, 8)', '"cpu", (1, 1)').replace("    ...", "    return mesh")
+    function = function.replace('"cuda", (2, 8)', '"cpu", (1, 1)').replace(
+        "    ...", "    return mesh"
+    )
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         names: dict[str, Any] = {"sm": sm}
