@@ -5,10 +5,10 @@ default all. A block of the page is a command and its output:
 
     ```console
     $ python examples/adamw.py
-    AdamW on (fsdp=2, tp=2) ...
+    ...
     ```
 
-Commands run in the folder of the repository. finetune_hf.py writes its curve to docs/images.
+Commands run in the folder of the repository; pictures that they write are copied to docs/images.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ PAGE = ROOT / "docs" / "gallery.md"
 BLOCK = re.compile(r"```console\n\$ (?P<command>[^\n]+)\n(?P<output>.*?)```", re.DOTALL)
 _PROGRAMS = {"python": [sys.executable], "shardmesh": [sys.executable, "-m", "shardmesh"]}
 # where a program writes a picture, and which of docs/images it is
-PICTURES = {Path("out/finetune/loss.png"): "finetune_loss.png"}
+PICTURES = {
+    Path("out/loss.png"): "train_lm.png",
+    Path("out/finetune/loss.png"): "finetune_loss.png",
+}
 
 
 def main(names: Sequence[str]) -> None:

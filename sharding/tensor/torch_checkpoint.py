@@ -221,4 +221,5 @@ def _lay_out(local: dict[str, Any], sharded: dict[str, ShardedTensor]) -> None:
             )
         else:
             x._local.detach().copy_(part)
+            x._lineage = 0  # as above; ranks may have made the values before in different ways
             local[name] = x

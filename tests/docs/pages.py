@@ -32,6 +32,19 @@ def check_python_examples(page: str) -> None:
         names = test.globs
 
 
+def printed_on_the_gallery_page(name: str) -> str:
+    """Return what docs/gallery.md has as the output of an example, such as "adamw.py"."""
+    page = (DOCS / "gallery.md").read_text()
+    match = re.search(rf"```console\n\$ python examples/{name}[^\n]*\n(.*?)```", page, re.DOTALL)
+    assert match is not None, name
+    return match[1]
+
+
+def without_numbers(text: str) -> str:
+    """Return a text with `#` for each number, as 3, 1.25, 1,024 and 1e-05 are."""
+    return re.sub(r"\d[\d,.]*(e-\d+)?", "#", text)
+
+
 def unknown_names(page: str) -> list[str]:
     """Return names written as `sm.name` on the page that the package does not have."""
     return [name for name in set(re.findall(r"\bsm\.(\w+)", page)) if not hasattr(sm, name)]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import shardmesh as sm
+from tests.docs.pages import printed_on_the_gallery_page, without_numbers
 from tests.tiers import slow
 
 FOLDER = Path(__file__).parents[2] / "examples"
@@ -42,7 +43,11 @@ def simulated(ranks: int, fn: Any, *args: Any) -> list[Any]:
 def test_equals_one_process(name, ranks, capsys):
     differences = simulated(ranks, importlib.import_module(name).main, ranks)
     assert all(difference <= TOLERANCE for difference in differences), differences
-    assert f"{differences[0]:.1e}" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"{differences[0]:.1e}" in printed
+    if ranks == 4:
+        on_page = printed_on_the_gallery_page(f"{name}.py")
+        assert without_numbers(printed) == without_numbers(on_page)
 
 
 @pytest.mark.one_in(5)

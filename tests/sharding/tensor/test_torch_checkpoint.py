@@ -417,6 +417,26 @@ def _gathered_before(folder: Path) -> None:
     assert torch.equal(model(x), 2 * before)
 
 
+def _loaded_from_rank_0() -> None:
+    mesh = _mesh((4,))["a"]
+    torch.manual_seed(0)
+    plain = nn.Linear(5, 3, bias=False).double()
+    state = {name: x.clone() for name, x in plain.state_dict().items()}
+    model = sm.parallel.fully_shard(copy.deepcopy(plain), mesh=mesh)
+    is_first = mesh.get_rank() == 0
+    if not is_first:
+        model.to_empty(device=mesh.device)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, state if is_first else {}, options=options)
+    x = torch.ones(2, 5, dtype=torch.float64)
+    assert torch.equal(model(x), plain(x))
+
+
+def test_values_of_rank_0_replace_memory_that_only_others_made(world4):
+    """Ranks compare how values were made; those that were replaced do not count."""
+    world4(_loaded_from_rank_0)
+
+
 def test_ranks_agree_that_loading_has_changed_gathered_parameters(world4, tmp_path):
     world4(_gathered_before, tmp_path)
 
