@@ -178,9 +178,9 @@ class JoinedFunction:
             args, kwargs = unflatten(tree, list(inputs[:count]))
             return self._f(*args, **kwargs)
 
-        saved = _SavedTensors(recorder)
+        saved, places = _SavedTensors(recorder), self._state()
         try:
-            with _swap_values(self._state(), stand_ins[count:]), saved.noting():
+            with _swap_values(places, stand_ins[count:]), saved.noting():
                 result = run_recorded(call, stand_ins, snapshot, [], recorder)
         except RuntimeError as error:
             if not str(error).startswith(_WRITES_TO_LEAF):
@@ -195,7 +195,7 @@ class JoinedFunction:
                 "parameters; use torch.autograd.grad, or put sm.jit around the whole step"
             )
         recorded = _RecordedCall(
-            self, recorder, leaves, stand_ins, result, saved, look, snapshot, guard, entries
+            self, recorder, leaves, stand_ins, result, saved, look, snapshot, guard, entries, places
         )
         change = snapshot.change(set()) if recorder.builder.refusal is None else None
         if change is not None:
@@ -251,6 +251,7 @@ class _RecordedCall:
         look: returns a snapshot of what the function reaches.
         snapshot, guard: that of before the call.
         entries: where the recording goes.
+        places: where modules hold the parameters and buffers, which are the last leaves.
     """
 
     def __init__(
@@ -265,9 +266,11 @@ class _RecordedCall:
         snapshot: Snapshot,
         guard: Guard,
         entries: Recordings,
+        places: Sequence[tuple[dict[str, Any], str]],
     ) -> None:
         self.function, self.recorder, self.entries = function, recorder, entries
-        self.leaves, self.stand_ins = leaves, stand_ins
+        self.leaves, self.stand_ins, self._places = leaves, stand_ins, places
+        self._check: weakref.finalize[Any, Any] | None = None
         self.flat, self.tree, self._instances = returned_by(result, snapshot, recorder)
         self._saved, self._look = saved, look
         self.snapshot, self.guard = snapshot, guard
@@ -316,10 +319,10 @@ class _RecordedCall:
                 flat[i] = with_part(flat[i], x)
             if builder.refusal is None and not self.is_recorded:
                 function._pending = weakref.ref(self)
-                check = weakref.finalize(
+                self._check = weakref.finalize(
                     self, _check_recorded, weakref.ref(function), self.entries, len(self.entries)
                 )
-                check.atexit = False
+                self._check.atexit = False
         elif builder.refusal is None and not self.is_recorded:
             self.finish([], [])
         returned = Returned(flat, self.tree, self._instances)
@@ -347,6 +350,7 @@ class _RecordedCall:
                     builder.know(origin.tensor, builder.placeholder(f"origin_{i}"))
         before = self._look()  # hooks of backward may change Python state
         self._saved.load()
+        self._know_parameters()
         try:
             with torch.autograd.set_multithreading_enabled(False), self.recorder:
                 self.recorder.draws.torch.pass_by(builder.graph)
@@ -363,10 +367,25 @@ class _RecordedCall:
             self.finish(grads, gradients)
         return gradients
 
+    def _know_parameters(self) -> None:
+        """Take parameters that modules hold in backward for those of forward.
+
+        A unit of `fully_shard` gathers them again, and a recomputation inside reads them.
+        """
+        builder, first = self.recorder.builder, len(self.leaves) - len(self._places)
+        before = zip(self.leaves[first:], self.stand_ins[first:], strict=True)
+        for (holder, name), (x, stand_in) in zip(self._places, before, strict=True):
+            now = holder.get(name)
+            node = builder.node_of(local_of(stand_in))
+            if now is not None and now is not x and node is not None:
+                builder.know(local_of(now), node)
+
     def finish(self, grads: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> None:
         """Make the programs."""
         function = self.function
         function._pending = None
+        if self._check is not None:
+            self._check.detach()
         try:
             entry = _entry(self, grads, gradients)
         except _ReadInside as error:
