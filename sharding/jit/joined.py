@@ -178,9 +178,9 @@ class JoinedFunction:
             args, kwargs = unflatten(tree, list(inputs[:count]))
             return self._f(*args, **kwargs)
 
-        saved, places = _SavedTensors(recorder), self._state()
+        saved = _SavedTensors(recorder)
         try:
-            with _swap_values(places, stand_ins[count:]), saved.noting():
+            with _swap_values(self._state(), stand_ins[count:]), saved.noting():
                 result = run_recorded(call, stand_ins, snapshot, [], recorder)
         except RuntimeError as error:
             if not str(error).startswith(_WRITES_TO_LEAF):
@@ -195,7 +195,7 @@ class JoinedFunction:
                 "parameters; use torch.autograd.grad, or put sm.jit around the whole step"
             )
         recorded = _RecordedCall(
-            self, recorder, leaves, stand_ins, result, saved, look, snapshot, guard, entries, places
+            self, recorder, leaves, stand_ins, result, saved, look, snapshot, guard, entries
         )
         change = snapshot.change(set()) if recorder.builder.refusal is None else None
         if change is not None:
@@ -251,7 +251,6 @@ class _RecordedCall:
         look: returns a snapshot of what the function reaches.
         snapshot, guard: that of before the call.
         entries: where the recording goes.
-        places: where modules hold the parameters and buffers, which are the last leaves.
     """
 
     def __init__(
@@ -266,10 +265,9 @@ class _RecordedCall:
         snapshot: Snapshot,
         guard: Guard,
         entries: Recordings,
-        places: Sequence[tuple[dict[str, Any], str]],
     ) -> None:
         self.function, self.recorder, self.entries = function, recorder, entries
-        self.leaves, self.stand_ins, self._places = leaves, stand_ins, places
+        self.leaves, self.stand_ins = leaves, stand_ins
         self._check: weakref.finalize[Any, Any] | None = None
         self.flat, self.tree, self._instances = returned_by(result, snapshot, recorder)
         self._saved, self._look = saved, look
@@ -350,7 +348,6 @@ class _RecordedCall:
                     builder.know(origin.tensor, builder.placeholder(f"origin_{i}"))
         before = self._look()  # hooks of backward may change Python state
         self._saved.load()
-        self._know_parameters()
         try:
             with torch.autograd.set_multithreading_enabled(False), self.recorder:
                 self.recorder.draws.torch.pass_by(builder.graph)
@@ -366,19 +363,6 @@ class _RecordedCall:
         else:
             self.finish(grads, gradients)
         return gradients
-
-    def _know_parameters(self) -> None:
-        """Take parameters that modules hold in backward for those of forward.
-
-        A unit of `fully_shard` gathers them again, and a recomputation inside reads them.
-        """
-        builder, first = self.recorder.builder, len(self.leaves) - len(self._places)
-        before = zip(self.leaves[first:], self.stand_ins[first:], strict=True)
-        for (holder, name), (x, stand_in) in zip(self._places, before, strict=True):
-            now = holder.get(name)
-            node = builder.node_of(local_of(stand_in))
-            if now is not None and now is not x and node is not None:
-                builder.know(local_of(now), node)
 
     def finish(self, grads: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> None:
         """Make the programs."""
@@ -453,7 +437,11 @@ def _entry(
         call.recorder, leaves, call.snapshot, call.flat, call.tree, call.draws, saved
     )
     if recording.derived:
-        raise JitError("the library keeps a tensor that was made from parameters")
+        raise JitError(
+            f"{call.function.name} uses a tensor that the library has made from parameters, as "
+            "where modules in a unit of fully_shard are recomputed inside of its call: then name "
+            "the recomputed block as the unit, fully_shard(model, mesh, units=[Block])"
+        )
     reads = [node for node in recording.program.graph.nodes if is_movable(node)]
     program = hoist_reads(recording.program, (), agreed=False, collectives=False)
     _check_reads([node for node in reads if node in program.graph.nodes])

@@ -51,6 +51,7 @@ _UNKNOWN = object()
 ANY_ATTRIBUTE = frozenset({"__dict__", "vars"})
 _BY_STRING = ("getattr", "hasattr", "setattr", "delattr")
 
+
 class Use(NamedTuple):
     """Code uses a name.
 
