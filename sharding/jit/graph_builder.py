@@ -193,26 +193,32 @@ class GraphBuilder:
         storage = storage_of(x)
         if id(x) in self.reachable:
             return None
-        for ref in self._aliases.get(storage, ()):
-            other = ref()
-            if other is None or other is x or storage_of(other) != storage:
-                continue
-            node, known_storage = self._nodes[other]
-            if other.dtype is not x.dtype or known_storage != storage:
-                continue
-            if _geometry(x) != _geometry(other):
-                if node in self.arguments:
-                    self.refuse(
-                        at_line(
-                            "a view of an argument was made without an operator of torch",
-                            "Pass a copy of it",
-                        )
+        aliases = [ref() for ref in self._aliases.get(storage, ())]
+        known = [
+            other
+            for other in aliases
+            if other is not None
+            and other is not x
+            and other.dtype is x.dtype
+            and storage_of(other) == self._nodes[other][1] == storage
+        ]
+        if not known:
+            return None
+        # Parameters that are gathered together share memory: one in the same place comes first.
+        other = next((one for one in known if _geometry(one) == _geometry(x)), known[0])
+        node = self._nodes[other][0]
+        if _geometry(x) != _geometry(other):
+            if node in self.arguments:
+                self.refuse(
+                    at_line(
+                        "a view of an argument was made without an operator of torch",
+                        "Pass a copy of it",
                     )
-                geometry = list(x.shape), list(x.stride()), x.storage_offset()
-                node = self.call(aten.as_strided.default, (node, *geometry))
-            self.know(x, node)
-            return node
-        return None
+                )
+            geometry = list(x.shape), list(x.stride()), x.storage_offset()
+            node = self.call(aten.as_strided.default, (node, *geometry))
+        self.know(x, node)
+        return node
 
     def add_argument(self, x: Tensor) -> None:
         """Make a tensor an input before anything uses it."""

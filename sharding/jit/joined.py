@@ -268,6 +268,7 @@ class _RecordedCall:
     ) -> None:
         self.function, self.recorder, self.entries = function, recorder, entries
         self.leaves, self.stand_ins = leaves, stand_ins
+        self._check: weakref.finalize[Any, Any] | None = None
         self.flat, self.tree, self._instances = returned_by(result, snapshot, recorder)
         self._saved, self._look = saved, look
         self.snapshot, self.guard = snapshot, guard
@@ -316,10 +317,10 @@ class _RecordedCall:
                 flat[i] = with_part(flat[i], x)
             if builder.refusal is None and not self.is_recorded:
                 function._pending = weakref.ref(self)
-                check = weakref.finalize(
+                self._check = weakref.finalize(
                     self, _check_recorded, weakref.ref(function), self.entries, len(self.entries)
                 )
-                check.atexit = False
+                self._check.atexit = False
         elif builder.refusal is None and not self.is_recorded:
             self.finish([], [])
         returned = Returned(flat, self.tree, self._instances)
@@ -367,6 +368,8 @@ class _RecordedCall:
         """Make the programs."""
         function = self.function
         function._pending = None
+        if self._check is not None:
+            self._check.detach()
         try:
             entry = _entry(self, grads, gradients)
         except _ReadInside as error:
@@ -434,7 +437,11 @@ def _entry(
         call.recorder, leaves, call.snapshot, call.flat, call.tree, call.draws, saved
     )
     if recording.derived:
-        raise JitError("the library keeps a tensor that was made from parameters")
+        raise JitError(
+            f"{call.function.name} uses a tensor that the library has made from parameters, as "
+            "where modules in a unit of fully_shard are recomputed inside of its call: then name "
+            "the recomputed block as the unit, fully_shard(model, mesh, units=[Block])"
+        )
     reads = [node for node in recording.program.graph.nodes if is_movable(node)]
     program = hoist_reads(recording.program, (), agreed=False, collectives=False)
     _check_reads([node for node in reads if node in program.graph.nodes])

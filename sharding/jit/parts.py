@@ -147,11 +147,7 @@ def _inside(module: nn.Module) -> Iterator[nn.Module]:
 def _is_whole(module: nn.Module) -> bool:
     """Return whether a module's call gathers no parameters of modules inside of it.
 
-    The module then has one unit at most.
+    All of them are in one unit then, and so is the module.
     """
-    units = {
-        id(unit)
-        for x in module.modules()
-        if (unit := getattr(x, "_shardmesh_unit", None)) is not None
-    }
-    return len(units) <= 1
+    units = {id(getattr(x, "_shardmesh_unit", None)) for x in module.modules()}
+    return len(units) == 1

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -56,6 +57,8 @@ _READS = frozenset(
 _COLLECTIVES = {name: operator for operator, name in OPERATORS.items()}
 _OPERATORS = methods.__file__, dispatch.__file__  # run torch's operators for the program
 _OURS_HERE, _OPTIMIZERS = __file__.rpartition("/")[0] + "/", torch.optim.__path__[0]
+_DISTRIBUTION = torch.distributions.distribution.__file__
+_BELOW_DISTRIBUTIONS = (*_OURS, f"{_TORCH}_dynamo/", f"{_TORCH}_compile.py")
 
 
 class GraphRecorder(TorchDispatchMode):
@@ -253,6 +256,8 @@ class GraphRecorder(TorchDispatchMode):
             value = math.nan if x.is_meta else x.item()
         if self.builder.refusal is not None:
             return value
+        if self._reads.checks_indices or _validates_arguments():
+            return value
         frame = _caller(_OURS_HERE)
         if frame.f_code.co_filename in _OPERATORS:  # of a ShardedTensor: who called it
             frame = _caller(*_INNER)
@@ -379,12 +384,15 @@ class _RefuseReads(TorchFunctionMode):
 
     Attributes:
         called: the functions that are running, the innermost last.
+        checks_indices: whether the innermost one reads values to check that they are in range, as
+            the operators that it consists of do as well.
     """
 
     def __init__(self, builder: GraphBuilder) -> None:
         super().__init__()
         self._builder = builder
         self.called: list[Any] = []
+        self.checks_indices = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -393,13 +401,31 @@ class _RefuseReads(TorchFunctionMode):
         if is_read and (not args[0].is_meta or type(args[0]) is ShardedTensor):
             self._builder.refuse(value_read(name_of(func)))
         self.called.append(func)
+        self.checks_indices = func is F.one_hot and _num_classes(*args, **(kwargs or {})) >= 0
         try:
             result = func(*settle_base(func, args), **(kwargs or {}))
         finally:
             self.called.pop()
+            self.checks_indices = False
             doubles, self._builder.passed_as_double = self._builder.passed_as_double, []
         settle_doubles(doubles, func)
         return TracedFloat(result.node) if type(result) is torch.SymFloat else result
+
+
+def _validates_arguments() -> bool:
+    """Return whether torch reads a value to validate the arguments of a distribution.
+
+    It does so in recorded calls only, and never in code that `torch.compile` compiles.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_BELOW_DISTRIBUTIONS):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename == _DISTRIBUTION
+
+
+def _num_classes(tensor: Any, num_classes: int = -1) -> int:
+    """Return that of `one_hot`."""
+    return num_classes
 
 
 def _sparse() -> JitError:

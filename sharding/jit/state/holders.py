@@ -128,8 +128,20 @@ def global_items(values: dict[str, Any], names: list[str]) -> list[Any]:
     return [part for name in names if name in values for part in (name, values[name])]
 
 
-def named_items(x: dict[Any, Any], names: frozenset[str]) -> list[Any]:
-    return [part for item in x.items() if item[0] in names for part in item]
+def named_items(
+    x: dict[Any, Any], names: frozenset[str], called: frozenset[str] = frozenset()
+) -> list[Any]:
+    """Return the items of a dict with these names.
+
+    Args:
+        called: names of items that are left out unless they can be called, or None.
+    """
+    return [
+        part
+        for item in x.items()
+        if item[0] in names or (item[0] in called and (item[1] is None or callable(item[1])))
+        for part in item
+    ]
 
 
 def marks_of(x: torch.Tensor) -> list[Any]:

@@ -4,7 +4,8 @@
                                 an attribute of one of torch's optimizers
     model.train()               `train`, of modules: a module calls it on the modules inside
     getattr(self, "rate")       `rate`, of objects of the class of self
-    helper(x).step()            `step`, of any object: what helper returns is not known
+    helper(x).step              `step`, of any object: what helper returns is not known
+    helper(x).step()            `step`, of any object that has something there that can be called
 
 So a trainer with a method `train` of its own, which counts steps and keeps losses, is not taken for
 the module whose `train` the code calls.
@@ -19,7 +20,7 @@ import types
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -49,9 +50,31 @@ _UNKNOWN = object()
 # In the code of a function that reads attributes whose names it computes: all of them count.
 ANY_ATTRIBUTE = frozenset({"__dict__", "vars"})
 _BY_STRING = ("getattr", "hasattr", "setattr", "delattr")
-# A name, and if it is an attribute's, how the code reaches its object: ("self", "optimizer").
-Use = tuple[str, "tuple[str, ...] | None"]
-# A name, and the class whose instances may have it as an attribute; None for any object.
+
+
+class Use(NamedTuple):
+    """Code uses a name.
+
+    Attributes:
+        name: the name.
+        path: of an attribute, how the code reaches its object, as ("self", "optimizer"); None if
+            that is not known.
+        is_called: whether it is an attribute that the code only calls.
+        is_string: whether the name is a string, as in `getattr(self, "rate")`.
+    """
+
+    name: str
+    path: tuple[str, ...] | None = None
+    is_called: bool = False
+    is_string: bool = False
+
+
+class Called:
+    """The scope of names of attributes that code calls, of objects that are not known."""
+
+
+# A name, and the class whose instances may have it as an attribute; None for any object, `Called`
+# for any that can be called there.
 Name = tuple[str, "type | None"]
 
 
@@ -89,11 +112,12 @@ def names_of(
     names: set[Name] = {(x, None) for x in strings - _used_as_names(code)}
     if any(map(_computes_names, codes(code))):
         names |= {(x, None) for x in ANY_ATTRIBUTE}
-    for name, path in _uses(code):
-        if path is None or not set(path[1:]).isdisjoint(assigned):
-            names.add((name, None))
-        elif (name, None) not in names:
-            names |= {(name, scope) for scope in _scopes(_objects(f, arguments, path))}
+    for name, path, is_called, _ in _uses(code):
+        is_known = path is not None and set(path[1:]).isdisjoint(assigned)
+        scopes = _scopes(_objects(f, arguments, path)) if is_known and path else {None}
+        if None in scopes:
+            scopes = {Called if is_called else None}
+        names |= {(name, scope) for scope in scopes}
     return names
 
 
@@ -190,11 +214,14 @@ def _computes_names(code: types.CodeType) -> bool:
 @lru_cache(4096)
 def _uses(code: types.CodeType) -> tuple[Use, ...]:
     """Return how the code uses names."""
-    inner = [part for part in codes(code) if part is not code]
-    uses: set[Use] = {(name, None) for part in inner for name in part.co_names}
-    uses |= {(name, path) for name, path, _ in _attributes(code)}
-    attributes = {name for name, _ in uses}
-    return (*uses, *((name, None) for name in code.co_names if name not in attributes))
+    uses: set[Use] = set()
+    for part in codes(code):
+        attributes = set(_attributes(part))
+        if part is not code:
+            attributes = {one._replace(path=None) for one in attributes}
+        names = {one.name for one in attributes}
+        uses |= attributes | {Use(name) for name in part.co_names if name not in names}
+    return tuple(uses)
 
 
 @lru_cache(4096)
@@ -211,15 +238,12 @@ def _used_as_names(code: types.CodeType) -> set[str]:
         if i.opname in ("LOAD_CONST", "RETURN_CONST") and isinstance(i.argval, str)
     )
     loads.update(x for one in code.co_consts if isinstance(one, tuple) for x in _strings(one))
-    names = Counter(name for name, _, is_string in _attributes(code) if is_string)
+    names = Counter(one.name for one in _attributes(code) if one.is_string)
     return {name for name, count in names.items() if loads[name] == count}
 
 
-def _attributes(code: types.CodeType) -> Iterator[tuple[str, tuple[str, ...] | None, bool]]:
-    """Yield each use of an attribute: its name, the path of its object, whether it is a string.
-
-    The path is None where it is not known how the code reaches the object.
-    """
+def _attributes(code: types.CodeType) -> Iterator[Use]:
+    """Yield each use of an attribute."""
     path: tuple[str, ...] | None = None  # of the object on top of the stack
     is_named = False  # whether that is the first argument of `getattr`
     stored = {
@@ -233,7 +257,7 @@ def _attributes(code: types.CodeType) -> Iterator[tuple[str, tuple[str, ...] | N
         if i.is_jump_target:  # what is on the stack may come from elsewhere
             path = None
         if i.opname in _ATTRIBUTES:
-            yield i.argval, path, False
+            yield Use(i.argval, path, is_called=_loads_method(i))
             is_read = i.opname in ("LOAD_ATTR", "LOAD_METHOD")
             path = (*path, i.argval) if is_read and path is not None else None
         elif i.opname.startswith(("LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL")):
@@ -243,10 +267,17 @@ def _attributes(code: types.CodeType) -> Iterator[tuple[str, tuple[str, ...] | N
         elif i.opname not in ("PUSH_NULL", "EXTENDED_ARG", "CACHE"):
             is_name = is_named and i.opname == "LOAD_CONST" and isinstance(i.argval, str)
             if is_name and path is not None:
-                yield i.argval, path, True
+                yield Use(i.argval, path, is_string=True)
             path = None
         if i.opname not in ("PUSH_NULL", "EXTENDED_ARG", "CACHE"):
             last = i.argval if i.opname == "LOAD_GLOBAL" else ""
+
+
+def _loads_method(i: dis.Instruction) -> bool:
+    """Return whether an instruction loads an attribute in order to call it."""
+    if i.opname == "LOAD_METHOD":  # before Python 3.12
+        return True
+    return i.opname == "LOAD_ATTR" and sys.version_info >= (3, 12) and bool((i.arg or 0) & 1)
 
 
 def _objects(

@@ -55,6 +55,7 @@ from .holders import (
 from .iterators import iterator_state
 from .names import (
     ANY_ATTRIBUTE,
+    Called,
     Name,
     assigned_by,
     codes,
@@ -246,9 +247,15 @@ class Snapshot:
                 if scope is None or (kind is not None and scope in kind.__mro__)
             )
             if kind is not None:
-                names |= overrides_called(kind, names)
+                called = {name for name, scope in self._names if scope is Called}
+                names |= overrides_called(kind, names | called)
             self._names_of_kinds[kind] = names
         return names
+
+    @property
+    def _called_names(self) -> frozenset[str]:
+        """The names of attributes that code reads or calls, of objects that are not known."""
+        return self._names_for(Called)
 
     # -- the walk ----------------------------------------------------------------------------------
 
@@ -275,7 +282,7 @@ class Snapshot:
             self._todo += parts
         elif isinstance(x, types.ModuleType):
             if is_program(x.__name__):
-                names = sorted(self._names_for(None) & vars(x).keys())
+                names = sorted((self._names_for(None) | self._called_names) & vars(x).keys())
                 self._hold(path, functools.partial(global_items, vars(x), names))
         elif isinstance(x, types.MappingProxyType):
             self._hold(path, functools.partial(items, x))
@@ -334,7 +341,9 @@ class Snapshot:
             self.modules.append(x)
         kind = type(x)
         names = self._names_for(kind)
-        if isinstance(x, torch.optim.lr_scheduler.LRScheduler) and not names & _OF_SCHEDULERS:
+        called = self._called_names
+        is_scheduler = isinstance(x, torch.optim.lr_scheduler.LRScheduler)
+        if is_scheduler and not (names | called) & _OF_SCHEDULERS:
             return  # it acts through learning rates, which are inputs
         if hasattr(kind, "__wrapped_function__"):
             self._todo.append((path, getattr(x, "__wrapped_function__")))  # noqa: B009
@@ -355,7 +364,7 @@ class Snapshot:
             read = functools.partial(items, values)
             is_own = is_program(module) and not isinstance(x, torch.optim.Optimizer)
             if is_own and not names & ANY_ATTRIBUTE:
-                read = functools.partial(named_items, values, names | _OF_MODULES)
+                read = functools.partial(named_items, values, names | _OF_MODULES, called)
             elif is_own:
                 read = functools.partial(named_items, values, frozenset(values) | _OF_MODULES)
             self._hold(path, read, values)
@@ -379,7 +388,7 @@ class Snapshot:
 
     def _visit_class(self, path: str, kind: type) -> None:
         """Look at the methods and plain attributes of the program's own classes."""
-        names = self._names_for(kind)
+        names = self._names_for(kind) | self._called_names
         for base in kind.__mro__:
             if is_program(getattr(base, "__module__", None)):
                 self._hold(base.__name__, functools.partial(class_items, base, names))

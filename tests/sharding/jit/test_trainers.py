@@ -93,3 +93,47 @@ def test_a_trainer_records_once(blocks: int) -> None:
     log = sm.simulate(2)(main)(True)[0][0]
     # Neither the call that makes the state of the optimizer nor those after an evaluation.
     assert sm.simulate(2)(main)(False) == [(log, 1, 15 - 1 - 1 - 4)] * 2
+
+
+class Optimizers:
+    """Several optimizers, in the manner of torchtitan."""
+
+    def __init__(self, models: list[nn.Module]) -> None:
+        self.optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+
+class CountingTrainer:
+    """Counts steps in an attribute with the name of a method that its code calls."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model, self.step = Block(), 0
+        self.zero_grad: Any = None
+        self.optimizers = Optimizers([self.model.eval()])
+
+    def update(self, x: Tensor) -> Tensor:
+        loss = self.model(x).square().mean()
+        loss.backward()
+        self.optimizers.step()
+        self.optimizers.zero_grad()
+        return loss.detach()
+
+
+def test_a_counter_with_the_name_of_a_method() -> None:
+    trainer = CountingTrainer()
+    update = sm.jit(trainer.update, backend="eager", fullgraph=True)
+    for i in range(5):
+        trainer.step = i
+        update(torch.ones(2, 8))
+    assert (len(update.recorded), runs(update)) == (1, 4)
+    trainer.zero_grad = lambda: None  # may be what is called
+    update(torch.ones(2, 8))
+    assert len(update.recorded) == 2

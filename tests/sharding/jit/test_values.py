@@ -21,7 +21,7 @@ from tests.device import DEVICE
 from tests.pool import Pool
 from tests.sharding.jit.steps import runs
 from tests.sharding.parallel.compositions import whole
-from tests.sharding.ranks import collectives, launched
+from tests.sharding.ranks import collectives, every_rank, launched
 
 PACKAGE = """
 def is_full(mask):
@@ -427,3 +427,29 @@ def test_collectives_of_what_is_read_after_own_values(own_first: bool) -> None:
 
     refused = ["it needs a collective"] if own_first else True
     assert sm.simulate(2)(main)() == [[True, True, refused, refused, True]] * 2
+
+
+@every_rank(2)
+def test_values_that_torch_reads_to_validate_arguments(mesh: sm.DeviceMesh) -> None:
+    """Classes of `one_hot`, and arguments of distributions."""
+
+    def f(x: Any) -> Any:
+        counts = F.one_hot(x.argmax(-1), num_classes=5).sum(0)
+        normal = torch.distributions.Normal(x, x.square() + 1)
+        return counts, normal.log_prob(x * 2).sum()
+
+    def classes(x: Tensor) -> Tensor:
+        return F.one_hot(x.argmax(-1))  # as many as the largest value says
+
+    for spec in (None, P(), P("a")):
+        jitted = sm.jit(f, backend="eager", fullgraph=True)
+        for i in range(3):
+            x: Any = torch.randn(4, 5, generator=torch.Generator().manual_seed(i)).to(DEVICE)
+            x = x if spec is None else sm.device_put(x, mesh, spec)
+            for value, expected in zip(jitted(x), f(x), strict=True):
+                assert torch.equal(whole(value), whole(expected))
+        assert len(jitted.recorded) == 1
+    with pytest.raises(JitError, match="reads a value"):
+        sm.jit(classes, backend="eager", fullgraph=True)(torch.ones(4, 5))
+    with pytest.raises(ValueError, match="to satisfy the constraint"):
+        sm.jit(f, backend="eager")(torch.full((4, 5), float("nan")))
