@@ -29,6 +29,7 @@ from ...mesh.comm.world import World
 from ..autograd import engine_hooks
 from ..ops import dispatch, methods
 from ..ops.dispatch import name_of
+from ..ops.draws import draws_numbers
 from ..tensor.sharded_tensor import ShardedTensor
 from .collectives import OPERATORS, WAIT, Site, group_name, site_number
 from .draws import Draw, Draws, seeded_inside
@@ -179,7 +180,8 @@ class GraphRecorder(TorchDispatchMode):
             builder.refuse(_sparse())
             return func(*args, **kwargs)
         refusal = _dynamic_shape(func, args, kwargs)
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        draws = draws_numbers(func, args, kwargs)
+        if draws:
             self.follow_generators()
         if refusal is not None:
             builder.refuse(refusal)
@@ -212,7 +214,7 @@ class GraphRecorder(TorchDispatchMode):
             target = OfTraining(func) if is_of_training else func
             node = builder.call_operator(target, *pytree.tree_unflatten(nodes, tree))
             builder.results(result, node, operands)
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if draws:
             self.draws.torch.pass_by(builder.graph)
         return result
 

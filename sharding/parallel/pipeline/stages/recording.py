@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .....mesh.comm import call_site
 from .....mesh.comm.thread_context import thread_context
+from ....ops.draws import draws_numbers
 from .module_calls import intercept_calls
 from .skeleton import as_fake
 from .units import Place, places_of
@@ -261,7 +262,7 @@ class Recorder(TorchDispatchMode):
         outputs = [self.key(x) for x in _tensors(result)]
         count = self._flop_counts.get(func._overloadpacket)
         flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
-        draws = torch.Tag.nondeterministic_seeded in func.tags and _drops(func, args, kwargs)
+        draws = draws_numbers(func, args, kwargs)
         event = Operator(str(func), inputs, outputs, written, draws, flops)
         self.recording.events.append(event)
         return result
@@ -307,14 +308,6 @@ def _written_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
             value = args[i] if i < len(args) else kwargs.get(argument.name)
             written += _tensors(value)
     return written
-
-
-def _drops(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Return False for attention without dropout, which torch counts as random."""
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.name == "dropout_p":
-            return bool(args[i] if i < len(args) else kwargs.get(argument.name, 0.0))
-    return True
 
 
 def _flop_counts() -> dict[Any, Callable[..., int]]:
