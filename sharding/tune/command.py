@@ -59,6 +59,16 @@ def add_to(commands: Any) -> None:
         help="search only the neighbours of a form, as in fsdp=32,tp=8,rows=2",
     )
     add("--max-microbatch", metavar="ROWS", help="the most rows of a microbatch on a data rank")
+    add(
+        "--measure",
+        metavar="N",
+        help="run the best N forms on this machine, and drop what runs out of memory",
+    )
+    add(
+        "--on",
+        choices=("cuda", "cpu"),
+        help="where --measure runs: by default on GPUs, if this machine has any",
+    )
     add("--top", default="5", metavar="N", help="forms in the table")
     add("--json", action="store_true", help="print JSON")
     add(
@@ -75,6 +85,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         rows = _count("--batch", arguments.batch)
         positions = _count("--seq", arguments.seq)
         model, batch, build = _load(arguments.what, rows, positions, devices or 1)
+        measured = _count("--measure", arguments.measure)
         tuning = tune(
             model,
             batch,
@@ -86,8 +97,11 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
             near=None if arguments.near is None else _form(arguments.near, devices or 0, batch),
             max_microbatch=_count("--max-microbatch", arguments.max_microbatch),
             build=build,
-            top=_count("--top", arguments.top) or 1,
+            top=max(_count("--top", arguments.top) or 1, measured or 1),
         )
+        if measured is not None:
+            default = "cuda" if torch.cuda.is_available() else "cpu"
+            tuning = tuning.measure(measured, device=arguments.on or default)
     except (ValueError, TypeError, ImportError, OSError) as error:
         parser.error(shortened(str(error), 1000))
     if arguments.json:

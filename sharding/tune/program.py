@@ -9,6 +9,8 @@ from .description import Description, stage_layers, takes_use_cache
 from .form import Form
 from .plans import plan_text, style_text
 
+PLACEHOLDER = "PATH/TO/MODEL"  # in programs for a model of which no one said where it is
+
 # Names of schedules in torchtitan, which are those of torch.distributed.pipelining.
 _TITAN_SCHEDULES = {
     ("gpipe", 1): "GPipe",

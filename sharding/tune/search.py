@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from .description import Description
 from .form import AXES, Form, Recompute, why_not
+from .measure import Measured
 from .memory import Memory, peak_memory, size
 from .prices import Prices
 from .step_time import StepTime, StepTimes
@@ -29,12 +30,14 @@ class Candidate:
         time: seconds by part.
         rank: the rank of the pipeline that holds most.
         memory: what it holds.
+        measured: how it ran on devices; None if it has not been run.
     """
 
     form: Form
     time: StepTime
     rank: int
     memory: Memory
+    measured: Measured | None = None
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from .devices import Device, device_of
 from .form import Form, check_field, why_not
 from .memory import peak_memory, size
 from .prices import Prices
-from .program import hugging_face_build
+from .program import PLACEHOLDER, hugging_face_build
 from .search import Candidate, Search, reasons, search
 from .step_time import StepTime, StepTimes
 from .tuning import Tuning
@@ -125,7 +125,7 @@ def tune(
         usable,
         described,
         prices,
-        build or hugging_face_build("PATH/TO/MODEL"),
+        build or hugging_face_build(PLACEHOLDER),
     )
 
 

@@ -10,9 +10,10 @@ from typing import Any
 from ...mesh.text import table_lines
 from .description import Description
 from .form import Form
+from .measure import measure_program
 from .memory import size
 from .prices import Prices
-from .program import accelerate_text, program_text, titan_text
+from .program import PLACEHOLDER, accelerate_text, program_text, titan_text
 from .search import Candidate
 from .step_time import model_flops
 
@@ -58,6 +59,55 @@ class Tuning:
     def program(self) -> str:
         return program_text(self.best.form, self.model, self.build, self.prices.node)
 
+    def measure(
+        self, count: int = 5, *, device: str = "cuda", steps: int = 3, launcher: Any = None
+    ) -> Tuning:
+        """tuning.measure(3) -> Tuning: run the best forms on this machine's devices.
+
+        Each form's program runs in one process for each device, with one step that is not timed.
+        Those that run out of memory are dropped, with a line in `reasons`, as are those that fail.
+
+        Args:
+            count: how many of `candidates` run.
+            device: "cuda", or "cpu" for processes that communicate by gloo.
+            steps: how many steps are timed.
+            launcher: in place of `sm.launch`, for tests.
+
+        Returns:
+            The forms that ran, the fastest first, each with `measured`; then those that did not
+            run, as they were.
+
+        Raises:
+            ValueError: fewer devices than the forms have; a model without a `build=` that makes it;
+                no form runs.
+
+        Communication: that of the programs, in processes of their own.
+        """
+        if PLACEHOLDER in self.build:
+            raise ValueError(
+                "measure: the programs do not know how to make the model; pass build= to tune, the "
+                "lines of a function build() that returns it"
+            )
+        ran: list[Candidate] = []
+        dropped: list[str] = []
+        for candidate in self.candidates[:count]:
+            form = candidate.form
+            text = program_text(form, self.model, self.build, self.prices.node)
+            result = measure_program(
+                text, form.devices, device=device, steps=steps, launcher=launcher
+            )
+            if result.seconds is None:
+                dropped.append(f"{form}: {result.error}")
+            else:
+                ran.append(dataclasses.replace(candidate, measured=result))
+        if not ran:
+            raise ValueError(
+                f"measure: no form runs here: {'; '.join(dropped) or 'none was tried'}"
+            )
+        ran.sort(key=_measured_seconds)
+        candidates = (*ran, *self.candidates[count:])
+        return dataclasses.replace(self, candidates=candidates, reasons=(*dropped, *self.reasons))
+
     @property
     def accelerate(self) -> str:
         return accelerate_text(self.best.form)
@@ -87,6 +137,7 @@ class Tuning:
                     "form": dataclasses.asdict(candidate.form),
                     "seconds": candidate.time.total,
                     "seconds_by_part": candidate.time.parts,
+                    "measured_seconds": _measured_seconds(candidate),
                     "mfu": self.mfu(candidate),
                     "memory": candidate.memory.total,
                     "memory_by_part": vars(candidate.memory),
@@ -120,18 +171,23 @@ class Tuning:
             f"{best.form.devices:,} devices {device.name}, nodes of {self.prices.node}; "
             f"{self.tried:,} forms, {self.fitting:,} fit in {size(self.usable)}"
         )
-        rows = [("", "form", "step", "MFU", "memory", "longest parts")]
-        rows += [
-            (
-                str(number),
-                str(candidate.form),
-                seconds(candidate.time.total),
-                f"{self.mfu(candidate):.1%}",
-                size(candidate.memory.total),
-                _longest(candidate),
+        is_measured = any(candidate.measured is not None for candidate in self.candidates)
+        measured = ["measured"] * is_measured
+        rows = [("", "form", *measured, "step", "MFU", "memory", "longest parts")]
+        for number, candidate in enumerate(self.candidates, start=1):
+            time = _measured_seconds(candidate)
+            measured = ["" if time is None else seconds(time)] * is_measured
+            rows.append(
+                (
+                    str(number),
+                    str(candidate.form),
+                    *measured,
+                    seconds(candidate.time.total),
+                    f"{self.mfu(candidate):.1%}",
+                    size(candidate.memory.total),
+                    _longest(candidate),
+                )
             )
-            for number, candidate in enumerate(self.candidates, start=1)
-        ]
         parts = [(name, seconds(value)) for name, value in best.time.parts.items() if value]
         held = [(name, size(value)) for name, value in vars(best.memory).items() if value]
         priced = self.priced_by(best.form)
@@ -142,7 +198,7 @@ class Tuning:
         of_rank = f" of rank {best.rank} of the pipeline" if best.form.pp > 1 else ""
         blocks = [
             [heading, cluster],
-            list(table_lines(rows, right=(0, 2, 3, 4))),
+            list(table_lines(rows, right=(0, *range(2, 5 + is_measured)))),
             ["time: " + ", ".join(f"{name} {text}" for name, text in parts)],
             [f"memory{of_rank}: " + ", ".join(f"{name} {text}" for name, text in held)],
             ["received: " + ", ".join(f"{axis} {n} ({by})" for axis, n, by in moved)] * bool(moved),
@@ -150,6 +206,10 @@ class Tuning:
             [_MFU],
         ]
         return "\n".join(line for block in blocks for line in block)
+
+
+def _measured_seconds(candidate: Candidate) -> Any:
+    return None if candidate.measured is None else candidate.measured.seconds
 
 
 def seconds(value: float) -> str:
