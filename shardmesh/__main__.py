@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,7 +49,7 @@ def _examples(prog: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command that the arguments (by default the process's) name; with none, prints help.
 
-    Returns: the exit status.
+    Returns: the exit status; 130 after Ctrl-C.
     Raises: SystemExit with status 2, after a line on stderr, for arguments that make no sense.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -68,7 +69,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "run" not in parsed:
         parser.print_help()
         return 0
-    return parsed.run(parsed)
+    try:
+        return parsed.run(parsed)
+    except KeyboardInterrupt:
+        print(f"\n{prog}: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 if __name__ == "__main__":

@@ -138,16 +138,18 @@ def _text(label: str, done: int, total: int | None, seconds: float) -> str:
 
 def _byte_text(label: str, done: int, total: int, seconds: float) -> str:
     """Return the bar of bytes, in GB."""
-    rate = max(done, 1) / seconds
+    rate = done / seconds
     amount = f"{done / _GB:.1f}/{total / _GB:.1f} GB"
-    return _bar(label, done, max(total, 1), amount, f"{rate / _GB:.1f} GB/s", rate)
+    speed = f"{rate / _GB:.1f} GB/s" if rate >= _GB else f"{rate / 1e6:.0f} MB/s"
+    return _bar(label, done, max(total, 1), amount, speed, rate)
 
 
 def _bar(label: str, done: int, total: int, amount: str, speed: str, rate: float) -> str:
     share = min(done / total, 1.0)
     bar = ("#" * int(share * _WIDTH)).ljust(_WIDTH)
-    left = int((total - done) / rate) if done < total else 0
-    parts = [label, f"[{bar}]", amount, f"{share:.0%}", speed, f"{_clock(left)} left"]
+    parts = [label, f"[{bar}]", amount, f"{share:.0%}", speed]
+    if rate:
+        parts.append(f"{_clock(int(max(total - done, 0) / rate))} left")
     return "  ".join(filter(None, parts))
 
 

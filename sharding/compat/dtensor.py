@@ -15,12 +15,17 @@ from ..tensor.sharded_tensor import ShardedTensor
 
 DTensor = ShardedTensor
 
-# torch's names of collectives -> ours, where they differ.
+# torch's names of collectives -> ours, where they differ. The last are c10d's, which FSDP2 calls.
 _OWN_NAMES = {
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "all_to_all_single": "all_to_all",
     "shard_dim_alltoall": "all_to_all",
+    "_allgather_base_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "allreduce_": "all_reduce",
+    "alltoall_base_": "all_to_all",
+    "broadcast_": "broadcast",
 }
 
 
@@ -29,7 +34,8 @@ class CommCounts(Counter[str]):
 
     "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute", "broadcast" ...
 
-    torch's operators work as keys too: `counts[torch.ops.c10d_functional.all_gather_into_tensor]`.
+    torch's operators work as keys too: `counts[torch.ops.c10d_functional.all_gather_into_tensor]`,
+    and `counts[torch.ops.c10d._allgather_base_]`.
     """
 
     def __missing__(self, key: Any) -> int:

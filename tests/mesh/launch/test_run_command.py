@@ -214,6 +214,18 @@ def test_a_bar_of_bytes_is_drawn_while_one_call_runs(has_total, monkeypatch):
     assert drawn[-1] == ""  # erased
 
 
+@pytest.mark.parametrize(
+    ("done", "text"),
+    [
+        (0, "copy  [                        ]  0.0/4.0 GB  0%  0 MB/s"),
+        (10**9, "copy  [######                  ]  1.0/4.0 GB  25%  500 MB/s  0:06 left"),
+        (4 * 10**9, "copy  [########################]  4.0/4.0 GB  100%  2.0 GB/s  0:00 left"),
+    ],
+)
+def test_texts_of_bars_of_bytes(done, text):
+    assert progress_bar._byte_text("copy", done, 4 * 10**9, 2.0) == text
+
+
 def test_no_bar_of_bytes_in_a_pipe(monkeypatch):
     pipe = Terminal(False)
     monkeypatch.setattr(sys, "stderr", pipe)

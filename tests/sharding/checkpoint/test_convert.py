@@ -14,6 +14,7 @@ import torch
 import shardmesh as sm
 from shardmesh import P
 from shardmesh.__main__ import main
+from shardmesh.sharding.checkpoint import convert as convert_module
 from shardmesh.sharding.checkpoint.convert import FORMATS, convert, format_of, run_conversion
 
 WEIGHTS = {
@@ -153,3 +154,15 @@ def test_the_command(tmp_path, capsys):
     said = capsys.readouterr().err
     assert "exists already" in said
     assert said.count("\n") == 1
+
+
+def test_ctrl_c_ends_the_command_in_one_line(tmp_path, capsys, monkeypatch):
+    folder = write(tmp_path / "source", "safetensors")
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(convert_module, "save", interrupted)
+    assert main(["convert", str(folder), str(tmp_path / "target"), "--to", "checkpoint"]) == 130
+    assert capsys.readouterr().err.strip().endswith("shardmesh: interrupted")
+    assert not (tmp_path / "target").exists()

@@ -334,6 +334,7 @@ def _(mesh):
             place(mesh, numbers(8), Shard(0)).redistribute(placements=[Replicate()])
         assert (mode.get_comm_counts(), mode.get_total_counts()) == ({"all_gather": 1}, 1)
         assert mode.get_comm_counts()["all_gather_into_tensor"] == 1
+        assert mode.get_comm_counts()[torch.ops.c10d._allgather_base_] == 1
         assert mode.get_comm_counts()["all_reduce"] == 0
     place(mesh, numbers(8), Shard(0)).full_tensor()
     assert mode.get_total_counts() == 1
@@ -715,6 +716,9 @@ def test_import_lines_have_the_documented_names():
         for name in names.split(", "):
             assert hasattr(theirs, name), name
             assert hasattr(sm.compat, name), name
+    for module in re.findall(r"`(torch[\w.]+)`", PAGE.split("whatever module")[1].split("\n\n")[0]):
+        theirs = importlib.import_module(module)
+        assert any(hasattr(theirs, name) for name in ("Shard", "fully_shard", "ColwiseParallel"))
     listed = {name for _, names in imported for name in names.split(", ")}
     assert set(importlib.import_module("torch.distributed.tensor").__all__) <= listed
 
