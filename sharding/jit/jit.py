@@ -541,7 +541,7 @@ class JitModule(nn.Module):
 
     def __reduce__(self) -> Any:
         """Copies and files have the module, and no graphs."""
-        return JitModule, (self._orig_mod, self._options)
+        return jit_module, (self._orig_mod, self._options)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         keep_compiler_out()
@@ -584,6 +584,26 @@ class JitModule(nn.Module):
         world = current_world()
         entries = self._parts[world].entries() if world in self._parts else []
         return [CompiledGraph(x.recording.program, world, {}, None, self, x) for x in entries]
+
+
+def jit_module(module: nn.Module, options: dict[str, Any]) -> JitModule:
+    """Return a module whose calls are graphs."""
+    return _jit_class(type(module))(module, options)
+
+
+@functools.lru_cache(256)
+def _jit_class(kind: type[nn.Module]) -> type[JitModule]:
+    """Return the class of compiled modules of a class, whose forward has the same signature.
+
+    Trainers select columns of a data set, and labels, by the signature.
+    """
+
+    @functools.wraps(kind.forward)
+    def forward(self: JitModule, *args: Any, **kwargs: Any) -> Any:
+        return JitModule.forward(self, *args, **kwargs)
+
+    members = {"forward": forward, "__module__": __name__, "__doc__": JitModule.__doc__}
+    return type(JitModule.__name__, (JitModule,), members)
 
 
 def jit(
@@ -669,7 +689,7 @@ def jit(
     if f is None:
         return functools.partial(jit, **options)
     if isinstance(f, nn.Module):
-        return JitModule(f, options)
+        return jit_module(f, options)
     if not callable(f):
         raise TypeError(
             f"sm.jit takes a function, got {type(f).__name__}; write sm.jit(f, ...) or @sm.jit(...)"

@@ -39,7 +39,8 @@ from .state.snapshot import Snapshot
 _NO_GRADIENT = (
     "this tensor was computed inside sm.jit, by a graph that has no backward: call backward() "
     "inside the function, compute the gradient there with sm.grad, or call backward() after the "
-    "first call, from which on the function has two graphs"
+    "first call, from which on the function has two graphs. Where several calls come before a "
+    "backward, as in an episode, put sm.jit around the module: sm.jit(policy)"
 )
 Leaves = Sequence[Any]
 

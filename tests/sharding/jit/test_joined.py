@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import logging
 import pickle
 from collections.abc import Callable
@@ -237,6 +238,15 @@ def test_attributes_copies_and_checkpoints_are_those_of_the_module() -> None:
     model.eval()
     assert not model._orig_mod.training
     assert repr(model.up) in repr(model)
+
+
+def test_the_signature_is_that_of_the_module() -> None:
+    """Trainers select columns and labels by it, of the object and of its class."""
+    jitted = sm.jit(Net(), backend="eager")
+    assert inspect.signature(type(jitted).forward) == inspect.signature(Net.forward)
+    for module in (jitted, copy.deepcopy(jitted)):
+        assert inspect.signature(module.forward) == inspect.signature(Net().forward)
+        assert torch.equal(module(X, scale=2.0), Net()(X, 2.0))
 
 
 @pytest.mark.parametrize(
