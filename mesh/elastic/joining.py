@@ -159,8 +159,8 @@ def _wait_for_welcome(
             if not living:
                 raise LaunchEnvironmentError("all ranks of the job that this one joins have ended")
             now = time.monotonic()
-            waiting = [rank for rank in living if not_before.get(rank, now) <= now]
-            for rank in waiting[:_STORES]:
+            asked = [r for r in living if r in stores or not_before.get(r, now) <= now]
+            for rank in asked[:_STORES]:
                 if rank not in stores:
                     address = address_from_here(members[rank].info, members[rank].address)
                     stores[rank] = Connection(address, f"{KEYS}/{job}")

@@ -604,6 +604,8 @@ class Model:
         for other in world.processes:
             if not other.is_alive or other.member.epoch != decision.epoch:
                 continue
+            if other.member.rank in world.processes[rank].gone:
+                continue  # it will hear that others have gone on without it, and end
             if other.member.members != decision.members:
                 raise Violation(
                     f"epoch {decision.epoch} has members {decision.members} for rank {rank}, and "

@@ -38,7 +38,7 @@ LOCAL, UNDO, BARE = Write.LOCAL, Write.UNDO, Write.BARE
         slow(Model(1, 3, deaths=1, leavers=2)),
         slow(Model(2, 1, deaths=1, leavers=1, write=UNDO)),
         slow(Model(2, 2, deaths=1, leavers=1)),
-        slow(Model(1, 4, deaths=2, leavers=1)),
+        slow(Model(1, 3, deaths=2, leavers=1)),
         slow(Model(3, 2, deaths=1, steps=2)),
         slow(Model(3, 2, deaths=1, host=5, write=UNDO)),
     ],
