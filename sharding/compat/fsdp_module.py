@@ -68,6 +68,7 @@ class FSDPModule:
         """
         units = _units(self)
         for unit in units:
+            unit.plan.adopt_materialized()
             unit.gather()
 
         def finish() -> None:

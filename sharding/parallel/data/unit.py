@@ -109,7 +109,6 @@ class Unit:
 
         Communication: one all_gather per dtype; none if the parameters are whole already.
         """
-        self.plan.adopt_materialized()
         self.plan.gather(check=not self.in_use.uses)
 
     @not_recomputed
