@@ -435,7 +435,8 @@ def test_values_that_torch_reads_to_validate_arguments(mesh: sm.DeviceMesh) -> N
 
     def f(x: Any) -> Any:
         counts = F.one_hot(x.argmax(-1), num_classes=5).sum(0)
-        normal = torch.distributions.Normal(x, x.square() + 1)
+        # said here, since the first use of torch.compile turns the default off
+        normal = torch.distributions.Normal(x, x.square() + 1, validate_args=True)
         return counts, normal.log_prob(x * 2).sum()
 
     def classes(x: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ def test_ranks_along_other_axes_do_not_count(mesh: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tuple", "named tuple", "list", "mapping", "numpy"])
-def test_kinds_of_batches(kind: str) -> None:
+def test_kinds_of_batches(kind: str, one_rank_job: None) -> None:
     x = batch_of(3)
     pair = x["ids"], x["labels"]
     batch: Any = {
@@ -134,7 +134,7 @@ def test_forty_lengths_have_a_graph_for_each_bucket() -> None:
         ((8,), {"ids": 0, "other": 0}, "have the same length, not 'ids' 5, 'other' 3"),
     ],
 )
-def test_errors(buckets: Any, pad: Any, text: str) -> None:
+def test_errors(buckets: Any, pad: Any, text: str, one_rank_job: None) -> None:
     batch = batch_of(5) | {"other": torch.ones(2, 3)}
     with pytest.raises((ValueError, TypeError), match=text):
         list(sm.training.pad_to_buckets([batch], buckets, pad, sm.init_device_mesh("cpu", (1,))))
