@@ -136,17 +136,13 @@ class RaggedPlacements(tuple[Placement, ...]):
     def __ne__(self, other: object) -> bool:
         return not self == other
 
-    def __hash__(self) -> int:
-        return hash(tuple(map(_without_sizes, self)))
-
-
-def _without_sizes(placement: Placement) -> Placement:
-    return replace(placement, sizes=None) if isinstance(placement, Shard) else placement
+    # That of the tuple with sizes: no dictionary takes them for placements without.
+    __hash__ = tuple.__hash__
 
 
 def _equal_but_for_sizes(placement: Placement, other: Any) -> bool:
     if isinstance(placement, Shard) and isinstance(other, Shard) and other.sizes is None:
-        placement = _without_sizes(placement)
+        placement = replace(placement, sizes=None)
     return placement == other
 
 
