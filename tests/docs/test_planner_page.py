@@ -52,6 +52,8 @@ def test_pictures_are_drawn_by_the_script(pictures):
     names = set(pictures.PICTURES)
     assert {path.stem for path in (DOCS / "images").iterdir()} == names | set(pictures.LAYOUTS) | {
         "soak",  # by benchmarks/soak.py
+        "train_lm",  # by docs/make_gallery.py
+        "finetune_loss",
         "timeline",
         "check_before",
         "check_after",

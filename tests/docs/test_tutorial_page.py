@@ -69,7 +69,7 @@ def on_processes(sources: list[str], _: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("run_script", [on_threads, slow(on_processes)])
-def test_outputs_are_those_of_the_page(run_script, tmp_path, monkeypatch) -> None:
+def test_outputs_are_those_of_the_page(run_script, tmp_path, monkeypatch, one_rank_job) -> None:
     monkeypatch.chdir(tmp_path)
     for on_page, printed in printed_blocks(run_script):
         assert printed == on_page
