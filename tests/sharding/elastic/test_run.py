@@ -24,8 +24,8 @@ from tests.sharding.elastic.faulty_ranks import (
 from tests.tiers import slow
 
 RANKS = 4
-LIMIT_S = 100.0  # for a job of some seconds, on a machine that is busy
-pytestmark = pytest.mark.timeout(300)  # a job, and the same without faults
+LIMIT_S = 250.0  # for a job of some seconds, on a machine that is busy
+pytestmark = pytest.mark.timeout(550)  # a job, and the same without faults
 
 
 def run_job(
