@@ -122,6 +122,8 @@ class RaggedPlacements(tuple[Placement, ...]):
 
     So a program written for FSDP2 may compare the placements of a parameter, whose parts are not
     those of `torch.chunk`, with `(Shard(0),)`. Between two that have sizes, sizes count.
+    Equality is for such comparisons only: hashes count sizes, so that sets and dicts, caches among
+    them, tell equal ones apart, and a single placement is equal only to one of the same sizes.
 
     Example:
         >>> RaggedPlacements((Shard(0, sizes=(3, 5)),)) == (Shard(0),)

@@ -64,9 +64,11 @@ def create_chunk_list(x: ShardedTensor) -> list[Any]:
 
     Communication: none.
     """
+    chunks = _chunks(x._layout, "dcp.load")
     if not x._local.is_inference():  # written where it is not empty: a change on every rank
         torch.autograd.graph.increment_version(x._local)
-    return _chunks(x._layout, "dcp.load")
+    x._lineage = 0  # all ranks read one checkpoint, however each has made the values before
+    return chunks
 
 
 def get_tensor_shard(x: ShardedTensor, index: Any) -> Tensor:

@@ -100,8 +100,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
             top=max(_count("--top", arguments.top) or 1, measured or 1),
         )
         if measured is not None:
-            default = "cuda" if torch.cuda.is_available() else "cpu"
-            tuning = tuning.measure(measured, device=arguments.on or default)
+            tuning = tuning.measure(measured, device=arguments.on)
     except (ValueError, TypeError, ImportError, OSError) as error:
         parser.error(shortened(str(error), 1000))
     if arguments.json:

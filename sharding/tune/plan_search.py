@@ -104,6 +104,8 @@ class PlanSearch:
         mesh: a mesh of this world, on "meta".
         axis: the axis.
         repeats: path of a module -> how often it is in the whole model.
+        copies: path of a parameter -> how many such parameters the whole model has; one that blocks
+            share counts once.
         sequence: whether activations may be split along dim 1, and those between blocks are.
 
     Communication: none; it is to run in a world without other ranks.
@@ -116,6 +118,7 @@ class PlanSearch:
         mesh: DeviceMesh,
         axis: str,
         repeats: Callable[[str], float],
+        copies: Callable[[str], float],
         sequence: bool,
     ) -> None:
         self._trace = traced
@@ -123,6 +126,7 @@ class PlanSearch:
         self._mesh = mesh
         self._axis = axis
         self._repeats = repeats
+        self._copies = copies
         self._sequence = sequence
         self._value_of = {
             value.parameter: number
@@ -269,11 +273,12 @@ class PlanSearch:
                 return None
             if number in state.layouts or layout is not full or len(full.shape) < 2:
                 continue
-            repeats, size = self._repeats(name), self._mesh.size(self._axis)
+            copies, size = self._copies(name), self._mesh.size(self._axis)
             if max(full.shape) >= size:
-                whole += full.shape.numel() * repeats
-            # the gradient of a weight that every rank has is summed
-            moved = moved.plus(Moved(0, 2 * (size - 1) / size * full.nbytes * repeats, 0))
+                whole += full.shape.numel() * copies
+            if self._trace.values[number].needs_grad:
+                # the gradient of a weight that every rank has is summed
+                moved = moved.plus(Moved(0, 2 * (size - 1) / size * full.nbytes * copies, 0))
         chosen = {**state.chosen, path: option}
         return self._moving(State(layouts, chosen, state.moved, whole, state.trail), path, moved)
 

@@ -153,7 +153,8 @@ def propose_plan(
         whole: the share of the model's elements in matrices that may stay whole on every rank.
 
     Raises:
-        ValueError: fewer than two ranks; a model that reads values, or whose operators cannot run.
+        ValueError: fewer than two ranks; a model that reads values, or whose operators cannot run;
+            none of the best plans runs as a whole.
 
     Communication: none.
 
@@ -204,10 +205,16 @@ class _Proposal:
                 blocks,
             )
             search = PlanSearch(
-                traced, self._short, mesh, self._axis, self._repeats, self._sequence
+                traced,
+                self._short,
+                mesh,
+                self._axis,
+                self._repeats,
+                lambda path: len(self._originals(path)),
+                self._sequence,
             )
             limit, states = self._within_limit(search, whole)
-            evaluated = [(self._exact(state), state) for state in self._distinct(states)]
+            evaluated = self._evaluated(self._distinct(states))
             moved, state = min(evaluated, key=lambda item: (item[0].total, item[0].launches))
             rows = self._rows(state, lambda path: _reason(search, state, path, limit))
         positions = {blocks.path: self._original_kinds(blocks) for blocks in self._lists}
@@ -266,6 +273,17 @@ class _Proposal:
         place = self._place(path)
         return 1 if place is None else len(place[0].kinds[place[1]])
 
+    def _originals(self, path: str) -> set[int]:
+        """Return the ids of the model's parameters for which one of the short model stands."""
+        place = self._place(path)
+        if place is None:
+            return {id(self._model.get_parameter(path))}
+        blocks, kind, inside = place
+        return {
+            id(self._model.get_parameter(f"{blocks.path}.{index}.{inside}"))
+            for index in blocks.kinds[kind]
+        }
+
     def _original_kinds(self, blocks: BlockList) -> list[int]:
         return [blocks.kind_of(index) for index in range(blocks.count)]
 
@@ -314,6 +332,26 @@ class _Proposal:
 
     # -- what a plan costs -------------------------------------------------------------------------
 
+    def _evaluated(self, states: list[State]) -> list[tuple[Moved, State]]:
+        """Return what plans move in the whole model; those that cannot run are left out.
+
+        Raises:
+            ValueError: none can run.
+        """
+        evaluated: list[tuple[Moved, State]] = []
+        errors: list[Exception] = []
+        for state in states:
+            try:
+                evaluated.append((self._exact(state), state))
+            except (RuntimeError, NotImplementedError, ValueError) as error:
+                errors.append(error)
+        if not evaluated:
+            raise ValueError(
+                f"propose_plan: {type(self._model).__name__} runs on {self._size} ranks with none "
+                f"of the {len(states)} plans that move the fewest bytes; last: {errors[-1]}"
+            ) from errors[-1]
+        return evaluated
+
     def _exact(self, state: State) -> Moved:
         """Return what the plan moves in the whole model, by `eval_shape`.
 
@@ -335,7 +373,9 @@ class _Proposal:
         def step(module: nn.Module, batch: Any) -> None:
             parallelize(module, plan=plan, src_data_rank=None)
             with WithoutValues(OperatorCounts([])):
-                self._loss(call(module, batch), batch).backward()
+                value = self._loss(call(module, batch), batch)
+                if value.requires_grad:
+                    value.backward()
 
         mesh = AbstractMesh((self._size,), (self._axis,))
         batch = map_tensors(self._batch, lambda x: Layout.of(mesh, P(), x.shape, x.dtype))
@@ -346,16 +386,16 @@ class _Proposal:
         """Return the elements of the parameters that rank 0 holds."""
         mesh = AbstractMesh((self._size,), (self._axis,))
         held = self._elements
-        counted: set[int] = set()  # a tied parameter counts once
+        counted: set[int] = set()  # a tied parameter counts once, also if blocks share it
         for path, option in state.chosen.items():
             for name, where in option.parameters.items():
-                parameter = self._short.get_parameter(f"{path}.{name}".rstrip("."))
-                if id(parameter) in counted:
-                    continue
-                counted.add(id(parameter))
+                parameter_path = f"{path}.{name}".rstrip(".")
+                originals = self._originals(parameter_path) - counted
+                counted |= originals
+                parameter = self._short.get_parameter(parameter_path)
                 whole = Layout.of(mesh, P(), parameter.shape, parameter.dtype)
                 part = whole.replace(along(whole, where, self._axis)).largest_local_shape
-                held -= (parameter.numel() - prod(part)) * self._repeats(path)
+                held -= (parameter.numel() - prod(part)) * len(originals)
         return held
 
     def _rows(self, state: State, reason_of: Callable[[str], str]) -> list[LayerChoice]:
@@ -389,8 +429,9 @@ def _on_meta(model: nn.Module) -> nn.Module:
     """Return a copy of a model on "meta", whose tied parameters stay tied."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"))
-        memo[id(parameter)].requires_grad_(parameter.requires_grad)
+        memo[id(parameter)] = nn.Parameter(
+            torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
+        )
     for buffer in model.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     return copy.deepcopy(model, memo)

@@ -24,7 +24,8 @@ class BlockList:
 
     Attributes:
         path: its path.
-        kinds: the indices of the blocks with the same parameters, for each kind.
+        kinds: the indices of the blocks with the same parameters, of which the same are frozen, for
+            each kind.
     """
 
     path: str
@@ -41,21 +42,28 @@ class BlockList:
 
 
 def block_lists(model: nn.Module) -> list[BlockList]:
-    """Return the lists of blocks of a model; none for a model without blocks that repeat."""
+    """Return the lists of blocks of a model; none for a model without blocks that repeat.
+
+    Lists inside of the blocks of another are not among them.
+    """
     try:
         paths = [path for path, _ in matching_modules(model, AUTO)]
     except ValueError:
         return []
-    lists = []
+    lists: list[BlockList] = []
     for parent in dict.fromkeys(path.rpartition(".")[0] for path in paths):
+        if any(parent.startswith(f"{outer.path}.") for outer in lists):
+            continue
         blocks = model.get_submodule(parent)
         is_list = isinstance(blocks, nn.ModuleList | nn.Sequential)
         if not is_list or len(blocks) < 2:
             continue
         kinds: dict[Any, list[int]] = {}
         for index, block in enumerate(blocks):
-            shapes = tuple((name, tuple(x.shape)) for name, x in block.named_parameters())
-            kinds.setdefault(shapes, []).append(index)
+            parameters = tuple(
+                (name, tuple(x.shape), x.requires_grad) for name, x in block.named_parameters()
+            )
+            kinds.setdefault(parameters, []).append(index)
         lists.append(BlockList(parent, tuple(map(tuple, kinds.values()))))
     return lists
 

@@ -177,7 +177,7 @@ class _Recorder(TorchFunctionMode):
         self._paths: list[str] = [""]
         self._outer: list[tuple[Tensor, int]] = []
         for path, parameter in model.named_parameters():
-            self._number(parameter, parameter.dtype.is_floating_point, path)
+            self._number(parameter, parameter.requires_grad, path)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -7,6 +7,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from ...mesh.text import table_lines
 from .description import Description
 from .form import Form
@@ -60,16 +62,23 @@ class Tuning:
         return program_text(self.best.form, self.model, self.build, self.prices.node)
 
     def measure(
-        self, count: int = 5, *, device: str = "cuda", steps: int = 3, launcher: Any = None
+        self,
+        count: int = 5,
+        *,
+        device: str | None = None,
+        steps: int = 3,
+        launcher: Any = None,
     ) -> Tuning:
         """tuning.measure(3) -> Tuning: run the best forms on this machine's devices.
 
         Each form's program runs in one process for each device, with one step that is not timed.
         Those that run out of memory are dropped, with a line in `reasons`, as are those that fail.
+        What `reasons` said before stays only if the best form is still the best.
 
         Args:
             count: how many of `candidates` run.
-            device: "cuda", or "cpu" for processes that communicate by gloo.
+            device: "cuda", or "cpu" for processes that communicate by gloo; by default "cuda" if
+                this machine has GPUs.
             steps: how many steps are timed.
             launcher: in place of `sm.launch`, for tests.
 
@@ -88,6 +97,8 @@ class Tuning:
                 "measure: the programs do not know how to make the model; pass build= to tune, the "
                 "lines of a function build() that returns it"
             )
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
         ran: list[Candidate] = []
         dropped: list[str] = []
         for candidate in self.candidates[:count]:
@@ -106,7 +117,8 @@ class Tuning:
             )
         ran.sort(key=_measured_seconds)
         candidates = (*ran, *self.candidates[count:])
-        return dataclasses.replace(self, candidates=candidates, reasons=(*dropped, *self.reasons))
+        explained = self.reasons if ran[0].form == self.best.form else ()
+        return dataclasses.replace(self, candidates=candidates, reasons=(*dropped, *explained))
 
     @property
     def accelerate(self) -> str:

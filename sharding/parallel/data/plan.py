@@ -103,7 +103,8 @@ class UnitPlan:
     def adopt_materialized(self) -> None:
         """Take over the parameters with which `to_empty` has replaced those on "meta"."""
         for slot in self.slots:
-            if slot.value._local.is_meta:
+            x = slot.value
+            if type(x) is ShardedTensor and x._local.is_meta:
                 slot.adopt()
 
     def flatten_parameters(self) -> None:

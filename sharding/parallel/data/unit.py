@@ -213,8 +213,9 @@ class Unit:
         if schedule is None:
             schedule = self.schedule
             schedule.begin(lambda: units_in(self.plan.module))
-            for unit in schedule.units:
-                unit.plan.adopt_materialized()
+            if engine_hooks.current_backward() == -1:  # else a recomputation: forward has done it
+                for unit in schedule.units:
+                    unit.plan.adopt_materialized()
         return schedule
 
     def _put_values(self, mesh: DeviceMesh | None) -> None:

@@ -437,6 +437,26 @@ def test_values_of_rank_0_replace_memory_that_only_others_made(world4):
     world4(_loaded_from_rank_0)
 
 
+def test_values_of_a_checkpoint_replace_memory_that_only_others_made(tmp_path):
+    torch.manual_seed(0)
+    plain = nn.Linear(5, 3, bias=False).double().to(DEVICE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"model": plain.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
+    x = torch.ones(2, 5, dtype=torch.float64, device=DEVICE)
+
+    def program(mesh):
+        model = sm.parallel.fully_shard(copy.deepcopy(plain), mesh=mesh)
+        if mesh.get_rank():
+            model.to_empty(device=mesh.device)
+        state = model.state_dict()
+        dcp.load({"model": state}, checkpoint_id=tmp_path, no_dist=True)
+        model.load_state_dict(state)
+        assert torch.equal(model(x), plain(x))
+
+    on_mesh((2,), program)
+
+
 def test_ranks_agree_that_loading_has_changed_gathered_parameters(world4, tmp_path):
     world4(_gathered_before, tmp_path)
 

@@ -56,10 +56,18 @@ def test_the_fastest_measured_form_is_first(tuning):
     assert [x.measured.seconds for x in measured.candidates[:3]] == [0.1, 0.2, 0.3]
     assert all(x.measured is None for x in measured.candidates[3:])
     assert measured.program == launcher.programs[1]
+    assert not measured.reasons  # those of `tuning` explain another form
     assert json.loads(measured.json())["candidates"][0]["measured_seconds"] == 0.1
     assert "measured" in str(measured)
     assert "100 ms" in str(measured)
     assert "measured" not in str(tuning)
+
+
+def test_reasons_stay_with_the_form_that_they_explain(tuning):
+    assert tuning.reasons
+    measured = tuning.measure(2, device="cpu", launcher=Launcher(0.1, 0.2))
+    assert measured.best.form == tuning.best.form
+    assert measured.reasons == tuning.reasons
 
 
 @pytest.mark.parametrize(
@@ -73,13 +81,22 @@ def test_the_fastest_measured_form_is_first(tuning):
 def test_what_does_not_run_is_dropped(tuning, error, reason):
     measured = tuning.measure(2, device="cpu", launcher=Launcher(error, 0.2))
     assert measured.best.form == tuning.candidates[1].form
-    assert measured.reasons[0] == f"{tuning.best.form}: {reason}"
+    assert measured.reasons == (f"{tuning.best.form}: {reason}",)
     assert tuning.best.form not in [candidate.form for candidate in measured.candidates]
 
 
 def test_no_form_runs(tuning):
     with pytest.raises(ValueError, match=r"no form runs here: .*: out of memory"):
         tuning.measure(1, device="cpu", launcher=Launcher(out_of_memory()))
+
+
+def test_the_default_device(tuning, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert tuning.measure(1, launcher=Launcher(0.1)).best.measured.seconds == 0.1  # on "cpu"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match="for 4 devices, and this machine has 1"):
+        tuning.measure(1)
 
 
 def test_programs_without_a_model():

@@ -15,9 +15,11 @@ from torch import nn
 import shardmesh as sm
 from shardmesh import P
 from shardmesh.parallel import colwise, parallelize, rowwise, sequence_parallel
+from shardmesh.sharding.tune import propose
 from shardmesh.sharding.tune.counts import OperatorCounts, WithoutValues
 from shardmesh.sharding.tune.description import call
 from shardmesh.sharding.tune.plans import own_plan, sequence_plan, styles_of
+from shardmesh.sharding.tune.repeated import BlockList, block_lists
 
 tf = pytest.importorskip("transformers")
 
@@ -158,6 +160,17 @@ def _whole_share(model: nn.Module, plan: Any) -> float:
     return count / sum(x.numel() for x in model.parameters())
 
 
+def _held(model: nn.Module, plan: Any, size: int) -> int:
+    """Return the elements of the parallelized model's parameters on rank 0."""
+
+    def count(module: nn.Module) -> int:
+        parallelize(module, plan=plan, src_data_rank=None)
+        parameters: list[Any] = [*module.parameters()]
+        return sum(x.to_local().numel() for x in parameters)
+
+    return sm.debug.eval_shape(count, model, mesh=sm.AbstractMesh((size,), ("tp",))).result
+
+
 def _propose(name: str, size: int) -> tuple[nn.Module, Any, Any, Any]:
     """Return the model, its batch, the plan by hand and the proposed plan.
 
@@ -269,6 +282,141 @@ def test_another_axis():
     plan = sm.propose_plan(_Unknown(), torch.empty(6, 8), 2, axis="model")
     assert plan["up"] == colwise(axis="model")
     assert plan["mix"] == P(None, "model")
+
+
+def test_a_frozen_model():
+    """No gradient moves: not those of weights, and none between layers."""
+    plan = sm.propose_plan(_Unknown().requires_grad_(False), torch.empty(6, 8), 2)
+    assert plan["up"] == colwise()
+    assert plan["down"] == rowwise()
+    assert all(row.backward == 0 for row in plan.layers)
+    assert plan.bytes_received == sum(row.forward for row in plan.layers)
+
+
+class _Adapted(nn.Module):
+    """A frozen layer with a low-rank adapter, and a frozen table of integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.down, self.up = nn.Linear(8, 8), nn.Linear(8, 2), nn.Linear(2, 8)
+        self.base.requires_grad_(False)
+        self.order = nn.Parameter(torch.arange(8), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x)[:, self.order] + self.up(self.down(x))
+
+
+def test_frozen_weights_have_no_gradients():
+    """A trained layer that stays whole costs the sum of its gradients, a frozen one nothing."""
+    trained = _Adapted()
+    trained.base.requires_grad_(True)
+    assert "base" in sm.propose_plan(trained, torch.empty(6, 8), 2, whole=1.0)
+    assert "base" not in sm.propose_plan(_Adapted(), torch.empty(6, 8), 2, whole=1.0)
+
+
+class _Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class _Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(_Inner() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.inner:
+            x = block(x)
+        return x
+
+
+class _Nested(nn.Module):
+    """Blocks with blocks inside, which the model names all."""
+
+    _no_split_modules = ("_Outer", "_Inner")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Outer() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_blocks_inside_of_blocks():
+    plan = sm.propose_plan(_Nested(), torch.empty(6, 8), 2)
+    up, down, bias = 32 * 8 + 32, 8 * 32, 8
+    assert plan.of == 6 * (up + down + bias)
+    assert plan.elements == 6 * (up // 2 + down // 2 + bias)
+    assert plan.elements == _held(_Nested(), plan, 2)
+
+
+def test_lists_of_blocks():
+    """Of nested lists the outermost counts; blocks that are frozen are a kind of their own."""
+    model = _Nested()
+    model.layers[0].requires_grad_(False)
+    assert block_lists(model) == [BlockList("layers", ((0,), (1, 2)))]
+
+
+class _Sharing(nn.Module):
+    """Blocks that have one of their layers in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Inner() for _ in range(3))
+        for layer in self.layers:
+            layer.up = self.layers[0].up
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_parameters_that_blocks_share_count_once():
+    plan = sm.propose_plan(_Sharing(), torch.empty(6, 8), 2)
+    up, down, bias = 32 * 8 + 32, 8 * 32, 8
+    assert plan.of == up + 3 * (down + bias)
+    assert plan.elements == up // 2 + 3 * (down // 2 + bias)
+    assert plan.elements == _held(_Sharing(), plan, 2)
+
+
+class _Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.recurrent = nn.Embedding(16, 8), nn.LSTM(8, 8, batch_first=True)
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.recurrent(self.table(ids))[0])
+
+
+def test_no_finalist_can_run():
+    """Parts of LSTM's weights are no parts of its result."""
+    with pytest.raises(ValueError, match="_Recurrent runs on 2 ranks with none of the"):
+        sm.propose_plan(_Recurrent(), torch.empty(4, 6, dtype=torch.int64), 2)
+
+
+def test_a_finalist_that_cannot_run(monkeypatch):
+    exact = propose._Proposal._exact
+    tried: list[Any] = []
+
+    def fails_once(self: Any, state: Any) -> Any:
+        tried.append(state)
+        if len(tried) == 1:
+            raise RuntimeError("no such operator")
+        return exact(self, state)
+
+    monkeypatch.setattr(propose._Proposal, "_exact", fails_once)
+    plan = sm.propose_plan(_Unknown(), torch.empty(6, 8), 2, whole=1.0)
+    assert len(tried) > 1
+    assert plan.elements == _held(_Unknown(), plan, 2)
 
 
 def test_tune_takes_a_proposed_plan():

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardmesh as sm
 from shardmesh import P
+from shardmesh.sharding.parallel.data.plan import UnitPlan
 from tests.device import DEVICE
 from tests.sharding.parallel.data.training import (
     FORMS,
@@ -91,6 +92,26 @@ def test_checkpointing_needs_no_more_gathers():
     expected = on_ranks((4,), program, None)[0]
     assert on_ranks((4,), program, _around_units)[0] == expected
     assert on_ranks((4,), program, _around_inside)[0] == expected
+
+
+def test_recomputation_looks_for_no_replaced_parameters(monkeypatch):
+    """Forward has taken them over; each recomputed block would look through all units again."""
+    plans = []
+    adopt = UnitPlan.adopt_materialized
+
+    def counted(plan):
+        plans.append(plan)
+        adopt(plan)
+
+    monkeypatch.setattr(UnitPlan, "adopt_materialized", counted)
+
+    def program(mesh):
+        made = _around_units("fsdp", mesh, reentrant=False)
+        loss_of(made, *batch(mesh, False)).backward()
+        return len(made.blocks) + 1
+
+    units = on_ranks((2,), program)
+    assert len(plans) == len(set(plans)) == sum(units)
 
 
 @pytest.mark.parametrize("place", [_around_units, _around_inside, _part_of_a_unit])

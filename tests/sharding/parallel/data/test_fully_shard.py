@@ -419,6 +419,16 @@ def test_a_parameter_replaced():
     on_ranks((2,), program)
 
 
+def test_whole_plain_parameters_assigned_by_load_state_dict():
+    def program(mesh):
+        made = FORMS["fsdp"](model(), mesh)
+        made.load_state_dict(model().state_dict(), assign=True)
+        with pytest.raises(TypeError, match="was replaced by a plain tensor; copy the values"):
+            loss_of(made, *batch(mesh, False))
+
+    on_ranks((2,), program)
+
+
 @pytest.mark.parametrize("form", ["ddp", "fsdp"])
 def test_modules_inside_a_unit_called_directly(form):
     def part_of(m, tokens=None, targets=None):
