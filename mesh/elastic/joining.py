@@ -26,11 +26,13 @@ from ..errors import LaunchEnvironmentError
 from ..launch.environment import launch_environment
 from ..launch.job_store import address_of
 from ..launch.local_processes import JOINS
+from ..monitor.recording.job_directory import may_span_hosts
 from ..monitor.startup.rank_info import RankInfo, machine, own_rank_info
 from ..monitor.store_keys import StoreKeys
 from ..monitor.store_values import checked, json_value
 from ..network import is_loopback
 from .messages import Announcement, Welcome
+from .presence import Answer, ask
 from .protocol import Report
 from .rank_stores import (
     Connection,
@@ -111,8 +113,7 @@ def enter() -> Entry:
         job = _job(registry, deadline)
         members = _members(registry, job)
         _check_reachable(members)
-        is_far = any(one.info.machine != machine() for one in members.values())
-        store, address = serve_store(may_span_hosts=is_far)
+        store, address = _serve(members, place[1])
         own = Announcement(secrets.token_hex(8), info, address)
         welcome = _wait_for_welcome(registry, job, own, deadline)
         registry.ask(lambda keys: _append(keys, job, {welcome.rank: own}), _never)
@@ -124,6 +125,16 @@ def enter() -> Entry:
         registry.close()
     os.environ.pop(JOINS)
     return Entry(job, own, store, welcome)
+
+
+def _serve(members: Mapping[int, Announcement], size: int) -> tuple[TCPStore, StoreAddress]:
+    """Serve a store that members on other hosts reach, and processes of these that join later.
+
+    Args:
+        size: of the job, as the environment of this process says.
+    """
+    is_far = any(one.info.machine != machine() for one in members.values())
+    return serve_store(may_span_hosts=is_far or may_span_hosts(os.environ, size))
 
 
 def _never() -> bool:
@@ -159,12 +170,14 @@ def _wait_for_welcome(
             if not living:
                 raise LaunchEnvironmentError("all ranks of the job that this one joins have ended")
             now = time.monotonic()
-            asked = [r for r in living if r in stores or not_before.get(r, now) <= now]
-            for rank in asked[:_STORES]:
-                if rank not in stores:
-                    address = address_from_here(members[rank].info, members[rank].address)
+            due = [r for r in living if r not in stores and not_before.get(r, now) <= now]
+            # the next ranks are due while those before them do not answer
+            at = _addresses(members, due[: max(0, _STORES - len(stores))])
+            answers = ask(at)  # at once: a connection waits for seconds for a store that has ended
+            for rank, address in at.items():
+                not_before[rank] = time.monotonic() + _AGAIN_S
+                if answers[rank] is Answer.THERE:
                     stores[rank] = Connection(address, f"{KEYS}/{job}")
-                    not_before[rank] = now + _AGAIN_S
                     _ask(stores, members, rank, lambda keys: keys.append("joining", line))
             for rank in list(stores):
                 welcome = _ask(stores, members, rank, lambda keys: _answer(keys, own.token))
@@ -189,7 +202,10 @@ def _check_reachable(members: Mapping[int, Announcement]) -> None:
     """Raise LaunchEnvironmentError for a job on one other host whose stores listen there alone."""
     hosts = {one.info.machine for one in members.values()}
     are_local = all(is_loopback(one.address.host) for one in members.values())
-    if len(hosts) == 1 and hosts != {machine()} and are_local:
+    if len(hosts) != 1 or hosts == {machine()} or not are_local:
+        return
+    # a host that knows MASTER_ADDR as a loopback address may listen on all interfaces
+    if Answer.THERE not in ask(_addresses(members, members)).values():
         raise LaunchEnvironmentError(
             f"{JOINS}=1: all ranks of the job are on one other host, and reached from there alone; "
             "start it so that its ranks may be on several hosts: with MASTER_ADDR as an address "
@@ -200,6 +216,13 @@ def _check_reachable(members: Mapping[int, Announcement]) -> None:
 def address_from_here(info: RankInfo, address: StoreAddress) -> StoreAddress:
     """Return the address of a rank's store as this host reaches it."""
     return address if info.machine == machine() else seen_from_here(address)
+
+
+def _addresses(
+    members: Mapping[int, Announcement], ranks: Iterable[int]
+) -> dict[int, StoreAddress]:
+    """Return the addresses of the stores of ranks as this host reaches them."""
+    return {rank: address_from_here(members[rank].info, members[rank].address) for rank in ranks}
 
 
 def _ask(

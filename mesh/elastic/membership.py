@@ -195,6 +195,17 @@ class Membership:
         self._presence = Presence(welcome.rank, self._infos, self._addresses)
         self._presence.silent_s, self._presence.late_s = _patience(host_lost_s())
 
+    def hosts(self) -> dict[int, int] | None:
+        """Return a number of the host of each rank of the world, the same on every rank.
+
+        None if all are on one host, or each host has as many, as the topology says.
+        """
+        machines = [self._infos[member].machine for member in self._world_members]
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(machines))}
+        if len(numbers) == 1 or node_size(machines) is not None:
+            return None
+        return {rank: numbers[name] for rank, name in enumerate(machines)}
+
     def _announcements(self) -> dict[int, Announcement]:
         """Return who all members are and have been."""
         return {
@@ -311,17 +322,18 @@ class Membership:
         """COMPUTE -> interrupted, between two steps, as all members do.
 
         A rank that leaves, and that a death keeps from hearing that all have met, may wait at its
-        own store for those that have: so they say there that they go on without it.
+        own store for those that have: so they say there that they go on without it. If it is
+        stopped, it is ended after a while, as one that hangs.
         """
+        self._candidates = change.joining
+        self.verdict = f"{ranks_text(change.leaving)} left" if change.leaving else ""
+        self._failure = None
+        self._suspend()
         if self.member.rank not in change.leaving:
             for rank in change.leaving:
                 with contextlib.suppress(StoreGoneError):
                     self._ask(rank, lambda keys: _sign_all(keys, change.leaving))
-        self._candidates = change.joining
-        self.verdict = f"{ranks_text(change.leaving)} left" if change.leaving else ""
         self._presence.hear(change.leaving)
-        self._failure = None
-        self._suspend()
         self.member = protocol.interrupt(self.member)
 
     def _suspend(self) -> None:
@@ -477,6 +489,8 @@ class Membership:
             self._infos[rank], self._addresses[rank] = one.info, address
             self._presence.note_heard(rank, time.monotonic())
             self._taken.add(one.token)
+        if self._presence.far(arriving):  # no monitor has told of other hosts if there were none
+            self._presence.silent_s, self._presence.late_s = _patience(host_lost_s())
         self.verdict = self.verdict or "the processes that wanted to join have ended"
 
     def _note_deaths(self, awaited: Mapping[int, float]) -> None:

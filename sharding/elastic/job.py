@@ -46,7 +46,7 @@ from ..checkpoint.state import RandomState
 from ..checkpoint.storage.folder import latest
 from ..optim.matrix_optimizer import MatrixOptimizer
 from .handover import hand_over
-from .pipelines import load_named, named, pipelines_of, whole_tree
+from .pipelines import load_named, named, own_states, pipelines_of, whole_tree
 from .recovery import StateLostError, recover
 from .redundancy import Redundancy, StateCopy
 from .snapshot import (
@@ -101,6 +101,32 @@ class Attempt:
         self.loss: Any = None
 
 
+class _Copies(NamedTuple):
+    """The copies of an epoch.
+
+    Attributes:
+        redundancy: which has them.
+        members: of the epoch.
+    """
+
+    redundancy: Redundancy
+    members: tuple[int, ...]
+
+
+class _CopiedVersion(NamedTuple):
+    """A version of `Redundancy`, the newer the greater.
+
+    Attributes:
+        epoch: of the mesh on which it was made.
+        step: of the version.
+        ranks: those of that mesh, by their numbers at the start of the job: each has a part of it.
+    """
+
+    epoch: int
+    step: int
+    ranks: tuple[int, ...]
+
+
 class _Holding(NamedTuple):
     """What a rank tells the others of what it holds, before the state is recovered.
 
@@ -109,8 +135,7 @@ class _Holding(NamedTuple):
         is_whole: whether those that are left hold all parts of it.
         has_copies: whether they do with copies of the parts of ranks that have left, of which it
             has its own.
-        steps: the versions of `Redundancy` that it has, and that are whole, as (epoch, step); None
-            if it had no part in them.
+        copied: the versions of `Redundancy` that it has, and that are whole.
         knows_losses: whether it has those of the job: one that has just joined has not.
         has_layouts: whether it has the layouts of the decided version.
     """
@@ -118,7 +143,7 @@ class _Holding(NamedTuple):
     is_inside: bool
     is_whole: bool
     has_copies: bool
-    steps: tuple[tuple[int, int], ...] | None
+    copied: tuple[_CopiedVersion, ...]
     knows_losses: bool
     has_layouts: bool
 
@@ -172,9 +197,10 @@ class ElasticJob:
     Raises:
         LaunchEnvironmentError: ranks that are simulated, or not monitored; a process that joins a
             job which has ended.
-        ValueError: pipelines, with spares.
+        ValueError: pipelines, with spares; an optimizer with parameters of a pipeline and others.
 
-    Communication: a few messages to the job's store; that of loading a checkpoint.
+    Communication: a few messages to the job's store; that of loading a checkpoint; for each
+        optimizer of a pipeline up to three all_gathers of small objects.
     """
 
     def __init__(
@@ -207,8 +233,8 @@ class ElasticJob:
         self._meshes: dict[int, DeviceMesh] = {}
         # of versions whose parts ranks have handed over that leave
         self._copies: dict[Copy, StateCopy] = {}
-        self._redundancy: Redundancy | None = None
-        self._redundancy_epoch: tuple[int, tuple[int, ...]] = (0, ())  # with its members
+        # by epoch: those of the current one, and of those before until all have confirmed it
+        self._redundancies: dict[int, _Copies] = {}
         self._attempt: Attempt | None = None
         self._writes_before = 0
         self._is_completing = self._is_changing = self._is_told_to_go = False
@@ -242,6 +268,8 @@ class ElasticJob:
                 "make_mesh return a mesh of all ranks, with as many replicas of stages as there are"
             )
         write = _kind_of_write(optimizers_of(self.state))
+        # raises for an optimizer with parameters of a pipeline and others: a loss would be too late
+        named(self.state)
         self._members = Membership(current_world(), write, self._missing_parts, min_ranks)
         newest = self._newest_checkpoint()
         if newest is not None:
@@ -250,7 +278,8 @@ class ElasticJob:
             self._members.member = protocol.begin_at(self._members.member, newest)
         self._start()
         version = Snapshot({"state": self.state, "random": RandomState()})
-        self._begin_epoch(self._first_copies(version, self.mesh))
+        self._keep_copies(self._first_copies(version, self.mesh))
+        self._begin_epoch()
 
     def _join(self, min_ranks: int) -> None:
         """Become a member of the job that runs, and take over its state."""
@@ -294,8 +323,8 @@ class ElasticJob:
         """The number of this rank at the start of the job."""
         return self._members.member.rank
 
-    def _begin_epoch(self, redundancy: Redundancy | None) -> None:
-        """Take over the members, the optimizers of a new state, and the copies of it."""
+    def _begin_epoch(self) -> None:
+        """Take over the members and the optimizers of a new state; give up copies of others."""
         self._member_ranks = self._members.member.members
         self._remove_hooks()
         for optimizer in optimizers_of(self.state):
@@ -305,23 +334,29 @@ class ElasticJob:
         self._last = None
         version = self._snapshot()
         self._remember(version)
-        self._redundancy = redundancy
-        self._redundancy_epoch = self._members.member.epoch, self._member_ranks
+        epoch = self._members.member.epoch
+        self._redundancies = {e: one for e, one in self._redundancies.items() if e == epoch}
 
     def _first_copies(self, version: Snapshot, mesh: DeviceMesh) -> Redundancy | None:
         """Return the copies of a state on a new mesh, once they have arrived on all ranks.
 
-        Until all ranks have them, none gives up what it had before: otherwise a loss in between
-        would find no copy.
+        Until all ranks have confirmed them, none gives up what it had before: otherwise a loss in
+        between would find no copy.
 
         Communication: as `Redundancy.refresh` and `finish`.
         """
         if not self._refresh_every or mesh.coordinate is None:
             return None
-        redundancy = Redundancy(mesh)
+        redundancy = Redundancy(mesh, hosts=self._members.hosts())
         redundancy.refresh(self._whole_on(mesh, version.tree()), self.step)
         redundancy.finish()
         return redundancy
+
+    def _keep_copies(self, redundancy: Redundancy | None) -> None:
+        """Add the copies of the epoch that begins to those of the epochs before."""
+        if redundancy is not None:
+            member = self._members.member
+            self._redundancies[member.epoch] = _Copies(redundancy, member.members)
 
     def _remove_hooks(self) -> None:
         while self._hooks:
@@ -520,8 +555,9 @@ class ElasticJob:
             self._versions[members.member.next] = version
             members.commit()
         self._remember(version)
-        if self._redundancy is not None and self.step % self._refresh_every == 0:
-            self._redundancy.refresh(self._whole_on(self.mesh, version.tree()), self.step)
+        copies = self._redundancies.get(members.member.epoch)
+        if copies is not None and self.step % self._refresh_every == 0:
+            copies.redundancy.refresh(self._whole_on(self.mesh, version.tree()), self.step)
         if self._is_changing:
             self._is_changing = False
             self._change_members()
@@ -692,10 +728,11 @@ class ElasticJob:
             redundancy = self._first_copies(version, mesh)
         current = members.member.current
         self._layouts[member.epoch] = self._versions[current] = version
+        self._keep_copies(redundancy)
         members.confirm()
         self.mesh, self.state = mesh, recovered["state"]
         del self.losses[current.step - self.first_step :]
-        self._begin_epoch(redundancy)
+        self._begin_epoch()
 
     def _recover(self, decision: Decision, like: Any) -> Any:
         """Return `like` with the values of the decided version, or of one before if it is lost."""
@@ -703,8 +740,8 @@ class ElasticJob:
         numbers = _numbers(source.members, self._members.member.members)
         version = self._held_version(source)
         has_layouts = source.epoch in self._layouts
-        steps = self._redundant_steps()
-        holding = _Holding(False, False, False, steps, self._knows_losses, has_layouts)
+        copied = self._copied_versions()
+        holding = _Holding(False, False, False, copied, self._knows_losses, has_layouts)
         if version is not None:
             holding = holding._replace(
                 is_inside=True,
@@ -759,22 +796,21 @@ class ElasticJob:
 
         Communication: one all_gather of small objects, if there are pipelines.
         """
-        if not pipelines_of(self.state):
+        if not any(True for _ in own_states(tree)):
             return tree
         return whole_tree(tree, mesh.group(mesh.axis_names), mesh.get_rank())
 
-    def _redundant_steps(self) -> tuple[tuple[int, int], ...] | None:
+    def _copied_versions(self) -> tuple[_CopiedVersion, ...]:
         """Return the versions of `Redundancy` that this rank has, and that are whole."""
-        if self._redundancy is None:
-            return None
-        epoch, members = self._redundancy_epoch
-        numbers = _numbers(members, self._members.member.members)
-        versions = [self._redundancy.version(step) for step in self._redundancy.steps]
-        return tuple(
-            (epoch, version.step)
-            for version in versions
-            if not missing_parts(version.state, numbers, version.holders)
-        )
+        copied: list[_CopiedVersion] = []
+        for epoch, (redundancy, members) in self._redundancies.items():
+            numbers = _numbers(members, self._members.member.members)
+            ranks = tuple(members[number] for number in redundancy.mesh.ranks.ravel().tolist())
+            for step in redundancy.steps:
+                version = redundancy.version(step)
+                if not missing_parts(version.state, numbers, version.holders):
+                    copied.append(_CopiedVersion(epoch, step, ranks))
+        return tuple(copied)
 
     def _completed(
         self,
@@ -831,15 +867,15 @@ class ElasticJob:
             mesh = self._meshes.get(source.epoch)
             whole = self._completed(holders, version, mesh, like)
             return recover(whole, like, numbers, checkpoint=self._checkpoint)
-        steps = {rank: set(one.steps) for rank, one in told.items() if one.steps is not None}
-        common = set.intersection(*steps.values()) if steps else set()
-        if common and (newest is None or max(common)[1] >= newest):
-            step, holders = max(common)[1], list(steps)
-            copied = None if self._redundancy is None else self._redundancy.version(step)
-            mesh = None if self._redundancy is None else self._redundancy.mesh
+        common = _newest_common(told, member.members)
+        if common is not None and (newest is None or common.step >= newest):
+            holders = [rank for rank, one in told.items() if common in one.copied]
+            copies = self._redundancies.get(common.epoch)
+            copied = None if copies is None else copies.redundancy.version(common.step)
+            mesh = None if copies is None else copies.redundancy.mesh
             copied = self._completed(holders, copied, mesh, like)
-            before = facts_of(_everybody(), holders[0], self._redundancy_epoch[1])
-            self._members.member = protocol.go_back(member, step)
+            before = facts_of(_everybody(), holders[0], None if copies is None else copies.members)
+            self._members.member = protocol.go_back(member, common.step)
             numbers = _numbers(before, member.members)
             return load_named(like, recover(copied, named(like), numbers))
         if newest is None or self._checkpoint is None:
@@ -930,6 +966,23 @@ def _world_size() -> int:
 def _kind_of_write(optimizers: list[torch.optim.Optimizer]) -> Write:
     communicates = any(isinstance(optimizer, _COMMUNICATING) for optimizer in optimizers)
     return Write.UNDO if communicates or len(optimizers) > 1 else Write.LOCAL
+
+
+def _newest_common(told: Mapping[int, _Holding], members: Sequence[int]) -> _CopiedVersion | None:
+    """Return the newest copied version of which each member that had a part has it, or None.
+
+    Args:
+        told: by the number of the member among them.
+        members: by their numbers at the start of the job.
+    """
+    holders: dict[_CopiedVersion, set[int]] = {}
+    for number, one in told.items():
+        for version in one.copied:
+            holders.setdefault(version, set()).add(members[number])
+    common = [
+        version for version, ranks in holders.items() if ranks == set(version.ranks) & set(members)
+    ]
+    return max(common, default=None)
 
 
 def _numbers(old: Sequence[int], members: Sequence[int]) -> list[int]:

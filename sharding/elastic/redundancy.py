@@ -171,6 +171,8 @@ class Redundancy:
             rank has the parts of the rank before, which survives a rank, not the host.
         device: where versions are kept; by default the device of the mesh. "cpu" for the memory of
             the host: then the device has a version only while it is sent.
+        hosts: a number of the host of each rank, the same on every rank, where the topology does
+            not know them: it has nodes of one size.
 
     Memory: a version has this rank's own parts of the state, and the parts of others that it has
         copies of: with FSDP over n ranks 2/n of the state in all. There is one version after
@@ -189,12 +191,20 @@ class Redundancy:
         >>> recover(redundancy.version(step), like, alive)
     """
 
-    def __init__(self, mesh: DeviceMesh, *, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        *,
+        device: torch.device | str | None = None,
+        hosts: Mapping[int, int] | None = None,
+    ) -> None:
         self.mesh = mesh
         self.device = torch.device(mesh.device if device is None else device)
         ranks = mesh.ranks.ravel().tolist()
         nodes = mesh.topology.node_ids(mesh).ravel().tolist()
-        self.hosts: dict[int, int] = dict(zip(ranks, nodes, strict=True))
+        if hosts is None:
+            hosts = dict(zip(ranks, nodes, strict=True))
+        self.hosts: dict[int, int] = {rank: hosts[rank] for rank in ranks}
         self._group: Group = mesh.duplicate("redundancy").group(mesh.axis_names)
         self._layouts: dict[str, Layout] = {}
         self._lines: dict[str, str] = {}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from torch.distributed import TCPStore
@@ -22,14 +25,18 @@ from shardmesh.mesh.elastic.membership import (
 )
 from shardmesh.mesh.elastic.messages import Announcement
 from shardmesh.mesh.elastic.presence import Presence
-from shardmesh.mesh.elastic.rank_stores import StoreAddress, serve_store
+from shardmesh.mesh.elastic.rank_stores import Connection, StoreAddress, serve_store
 from shardmesh.mesh.errors import LaunchEnvironmentError
 from shardmesh.mesh.monitor.recording.job_directory import born
 from shardmesh.mesh.monitor.startup.rank_info import own_rank_info
+from shardmesh.mesh.monitor.store_keys import StoreKeys
+from tests.forked import free_port
+from tests.mesh.elastic.test_messages import WELCOME
 
 OWN = own_rank_info(0, {}, 0, {})
 OTHER = replace(OWN, pid=os.getppid(), born=born(os.getppid()))  # a process that lives
 JOINER = Announcement("0123456789abcdef", OTHER, StoreAddress("127.0.0.1", 9))
+FAR = JOINER._replace(info=replace(OTHER, machine="elsewhere"))
 
 
 def member_of(rank: int, members: tuple[int, ...], address: StoreAddress) -> Membership:
@@ -82,6 +89,20 @@ def test_the_decision_tells_who_joins(pair: tuple[list[Membership], TCPStore]):
         assert one.verdict == "rank 2 joined"
 
 
+def test_ranks_of_one_host_do_not_wait_for_ever_for_a_process_of_another_that_joins(
+    pair: tuple[list[Membership], TCPStore], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    members, _store = pair
+    for one in members:
+        one.pause(Change((), (FAR,)))
+    agree(members)
+    for one in members:
+        assert one.member.members == (0, 1, 2)
+        assert math.isfinite(one._presence.silent_s)
+        assert math.isfinite(one._presence.late_s)
+
+
 def test_who_joins_is_asked_again_if_the_leader_has_not_heard_of_it(
     pair: tuple[list[Membership], TCPStore],
 ):
@@ -128,6 +149,19 @@ def test_a_rank_that_leaves_hears_at_its_own_store_that_others_have_met():
         one.close()
 
 
+def test_a_rank_that_leaves_is_told_while_those_that_hang_are_ended(
+    pair: tuple[list[Membership], TCPStore], monkeypatch: pytest.MonkeyPatch
+):
+    """It may be stopped itself, and then its store does not answer."""
+    stayer = pair[0][1]
+    calls: list[object] = []
+    monkeypatch.setattr(stayer, "_suspend", lambda: calls.append("suspend"))
+    monkeypatch.setattr(stayer, "_ask", lambda rank, _: calls.append(rank))
+    stayer.pause(Change((0,), ()))
+    assert calls == ["suspend", 0]
+    assert stayer._presence.ended == {0}
+
+
 def test_numbers_are_not_those_of_an_epoch_that_others_have_begun():
     reports = [protocol.report(protocol.first_member(0, (0, 1, 4), 0))]
     assert next_number([0, 1, 2], reports) == 5
@@ -141,19 +175,66 @@ def test_a_process_is_taken_in_once():
     assert newcomers([JOINER], (), [OWN, OTHER]) == []
 
 
-def test_a_process_does_not_wait_for_a_job_that_listens_on_another_host_alone():
-    far = JOINER._replace(info=replace(OTHER, machine="elsewhere"))
+def test_a_process_does_not_wait_for_a_job_that_listens_on_another_host_alone(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    far = FAR._replace(address=StoreAddress("127.0.0.1", free_port()))
     open_to_all = far._replace(address=StoreAddress("10.77.0.2", 9))
     joining._check_reachable({0: JOINER})
     joining._check_reachable({0: JOINER, 1: far})
     joining._check_reachable({0: open_to_all})
     with pytest.raises(LaunchEnvironmentError, match="on one other host, and reached from there"):
         joining._check_reachable({0: far, 1: far})
+    # at the address of MASTER_ADDR, which that host knows as a loopback address
+    _store, address = serve_store()
+    joining._check_reachable({0: far, 1: far._replace(address=address)})
+
+
+def test_a_process_that_joins_is_reached_by_those_of_other_hosts_that_join_later(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    served: list[bool] = []
+    monkeypatch.setattr(
+        joining, "serve_store", lambda may_span_hosts: served.append(may_span_hosts)
+    )
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    joining._serve({0: JOINER}, 2)
+    joining._serve({0: JOINER, 1: FAR}, 2)
+    joining._serve({0: JOINER}, 3)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    joining._serve({0: JOINER}, 2)
+    assert served == [False, True, True, True]
+
+
+def test_a_process_announces_itself_to_ranks_behind_those_that_have_ended(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    store, address = serve_store()
+    ended = StoreAddress("127.0.0.1", free_port())
+    members = {rank: FAR._replace(address=ended) for rank in range(2 * joining._STORES)}
+    members[len(members)] = FAR._replace(address=address)
+    connected: list[StoreAddress] = []
+
+    def connection(at: StoreAddress, prefix: str) -> Connection:
+        connected.append(at)
+        return Connection(at, prefix)
+
+    monkeypatch.setattr(joining, "_members", lambda *_: members)
+    monkeypatch.setattr(joining, "Connection", connection)
+    keys = StoreKeys(store, f"{joining.KEYS}/job")
+    keys.set(f"welcome/{JOINER.token}", WELCOME.to_json())
+    registry: Any = None
+    welcome = joining._wait_for_welcome(registry, "job", JOINER, time.monotonic() + 60.0)
+    assert welcome == WELCOME
+    assert connected == [address]
+    assert joining.announced(store, "job") == [JOINER]
 
 
 def test_the_address_of_a_store_that_its_host_knows_as_loopback(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MASTER_ADDR", "10.77.0.1")
-    far = replace(OTHER, machine="elsewhere")
+    far = FAR.info
     loopback, other = StoreAddress("127.0.1.1", 9), StoreAddress("10.77.0.2", 9)
     assert joining.address_from_here(OTHER, loopback) == loopback
     assert joining.address_from_here(far, loopback) == StoreAddress("10.77.0.1", 9)
@@ -174,3 +255,25 @@ def test_the_address_of_a_store_that_its_host_knows_as_loopback(monkeypatch: pyt
 )
 def test_ranks_on_uneven_hosts_know_of_no_node_size(hosts: str, size: int | None):
     assert node_size(hosts) == size
+
+
+@pytest.mark.parametrize(
+    ("names", "hosts"),
+    [
+        ("aaa", None),
+        ("aabb", None),  # the topology knows them
+        ("aab", {0: 0, 1: 0, 2: 1}),
+        ("abab", {0: 0, 1: 1, 2: 0, 3: 1}),
+    ],
+)
+def test_hosts_that_no_topology_knows_are_those_of_the_processes(
+    names: str, hosts: dict[int, int] | None
+):
+    """Ranks of the world are numbered anew; members have the numbers of the start."""
+    members = tuple(range(2, 2 + len(names)))
+    one = member_of(2, members, JOINER.address)
+    one._world_members = members
+    one._infos = {
+        member: replace(OWN, machine=name) for member, name in zip(members, names, strict=True)
+    }
+    assert one.hosts() == hosts

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import shardmesh as sm
 from shardmesh.mesh.elastic import protocol
 from shardmesh.mesh.elastic.membership import LeftOutError
 from shardmesh.mesh.elastic.protocol import Copy, Decision
-from shardmesh.sharding.elastic.job import ElasticJob, _Holding
+from shardmesh.sharding.elastic.job import (
+    ElasticJob,
+    _CopiedVersion,
+    _Copies,
+    _Holding,
+    _newest_common,
+)
+from shardmesh.sharding.elastic.pipelines import own_states
 from shardmesh.sharding.elastic.recovery import StateLostError
+from shardmesh.sharding.elastic.snapshot import Snapshot
+from tests.sharding.elastic.states import fsdp, mesh_over, on_ranks
+from tests.sharding.elastic.test_pipelines import Form, job_state
 
 
 class Members:
@@ -86,8 +98,10 @@ def test_a_rank_that_is_told_to_go_may_hear_that_others_have_gone_on(
     assert members.asked[-1] == "leave"
 
 
-def holding(knows_losses: bool, has_layouts: bool = False) -> _Holding:
-    return _Holding(False, False, False, None, knows_losses, has_layouts)
+def holding(
+    knows_losses: bool, has_layouts: bool = False, copied: tuple[_CopiedVersion, ...] = ()
+) -> _Holding:
+    return _Holding(False, False, False, copied, knows_losses, has_layouts)
 
 
 def test_ranks_that_go_back_to_a_checkpoint_have_the_losses_of_those_before():
@@ -122,3 +136,105 @@ def test_what_is_lost_has_one_text_on_all_ranks():
     first, second = losing()
     assert first == second
     assert first.startswith("after step 3 rank 0 of those that are left had the state of this step")
+
+
+# -- copies ----------------------------------------------------------------------------------------
+
+
+def test_a_process_that_joins_has_copies_before_it_has_a_state():
+    def joining() -> Any:
+        mesh = mesh_over(range(2), (2,), "s")
+        job = ElasticJob.__new__(ElasticJob)
+        job._refresh_every = 1
+        members: Any = Members()
+        members.hosts = lambda: None
+        job._members = members
+        redundancy = job._first_copies(Snapshot(fsdp(mesh)), mesh)
+        assert redundancy is not None
+        return redundancy.steps
+
+    assert on_ranks(2, joining) == [(0,), (0,)]
+
+
+def test_copies_of_a_pipeline_that_a_process_joins_have_all_stages():
+    def joining() -> Any:
+        job = ElasticJob.__new__(ElasticJob)
+        tree = Snapshot(job_state(Form((2,), "p"), range(2))).tree()
+        assert list(own_states(tree))
+        return list(own_states(job._whole_on(mesh_over(range(2), (2,), "p"), tree)))
+
+    assert on_ranks(2, joining) == [[], []]
+
+
+def test_copies_on_hosts_that_the_topology_does_not_know():
+    """Two ranks are on the first host: their copies are on the other one."""
+
+    def copying() -> Any:
+        mesh = mesh_over(range(3), (3,), "s")
+        job = ElasticJob.__new__(ElasticJob)
+        job._refresh_every = 1
+        members: Any = Members()
+        members.hosts = lambda: {0: 0, 1: 0, 2: 1}
+        job._members = members
+        redundancy = job._first_copies(Snapshot(fsdp(mesh)), mesh)
+        assert redundancy is not None
+        return sorted(redundancy._placement.sent)
+
+    assert on_ranks(3, copying)[0] == [(0, 2), (1, 2), (2, 0)]
+
+
+def test_a_loss_in_the_confirm_leaves_the_copies_before_and_after(monkeypatch: pytest.MonkeyPatch):
+    members: Any = Members()
+    source = members.member.current
+    members.member = protocol.interrupt(members.member)
+    members.member = protocol.adopt(members.member, Decision(1, (0, 1), source, (0, 1), ()))
+    members.regroup = lambda: SimpleNamespace(size=2)
+    job = ElasticJob.__new__(ElasticJob)
+    job._members, job._build = members, lambda _: {}
+    job._layouts, job._meshes, job._versions, job._hooks = {}, {}, {}, []
+    job.losses, job.first_step = [], 0
+    before, after, mesh = object(), object(), object()
+    job._redundancies = {0: _Copies(before, (0, 1))}  # type: ignore[arg-type]
+    monkeypatch.setattr(job, "_mesh_of", lambda _: mesh)
+    monkeypatch.setattr(job, "_recover", lambda _, like: like)
+    monkeypatch.setattr(job, "_first_copies", lambda *_: after)
+    members.fails["confirm"] = RuntimeError("rank 1 died")
+    with pytest.raises(RuntimeError, match="rank 1 died"):
+        job._rebuild()
+    assert job._redundancies == {0: (before, (0, 1)), 1: (after, (0, 1))}
+    del members.fails["confirm"]
+    job._rebuild()
+    assert job._redundancies == {1: (after, (0, 1))}
+
+
+def test_the_newest_copies_are_those_that_all_have_who_had_a_part():
+    old, new = _CopiedVersion(1, 4, (0, 2, 3, 5)), _CopiedVersion(2, 4, (0, 2, 3, 7))
+
+    def newest(*copied: tuple[_CopiedVersion, ...]) -> _CopiedVersion | None:
+        told = {number: holding(True, copied=one) for number, one in enumerate(copied)}
+        return _newest_common(told, (0, 2, 7)[: len(copied)])
+
+    assert newest((new,), (old, new)) == new  # rank 0 got through the confirm
+    assert newest((old, new), (old,)) == old  # rank 2 has been interrupted before it
+    assert newest((old, new), (old,), (new,)) == old  # of which rank 7 had no part
+    assert newest((old, new), (old, new), (new,)) == new
+    assert newest((old, new), (old, new), ()) == old
+    assert newest((new,), (old,)) is None
+    assert newest((), ()) is None
+    assert newest((old, old._replace(step=6)), (old, old._replace(step=6)), ()) == old._replace(
+        step=6
+    )
+
+
+def test_an_optimizer_of_a_pipeline_has_no_other_parameters():
+    def program() -> None:
+        def build(mesh: sm.DeviceMesh) -> Any:
+            state = job_state(Form((2,), "p"), range(2))
+            other = torch.nn.Parameter(torch.ones(2))
+            parameters = [*state["model"].parameters(), other]
+            return {**state, "optimizers": [torch.optim.SGD(parameters)]}
+
+        with pytest.raises(ValueError, match="of the optimizer are not the model's"):
+            ElasticJob(build, make_mesh=lambda _: mesh_over(range(2), (2,), "p"))
+
+    sm.simulate(2)(program)()

@@ -253,8 +253,8 @@ def test_the_rank_that_serves_the_store_leaves(forked: Forked, leaving: list[int
 @pytest.mark.parametrize("form", ["fsdp", slow("ddp"), slow("tp")])
 def test_a_process_joins(forked: Forked, form: str, tmp_path: Path):
     """From then on the job equals one of all ranks that begins with the checkpoint of the step."""
-    faults = [(0, 1, "vote", "await")]
-    args = [(form, faults, str(tmp_path / "saved"))] * 3 + [(form, [], str(tmp_path / "saved"))]
+    more = str(tmp_path / "saved"), 0, int(form == "fsdp")  # without replicas: with copies
+    args = [(form, [(0, 1, "vote", "await")], *more)] * 3 + [(form, [], *more)]
     env = by_hand(3)
     env.append({**env[2], "SHARDMESH_ELASTIC_JOIN": "1"})
     ended = forked.run(train, args, env, forked.new_folder(), limit_s=LIMIT_S)
