@@ -39,10 +39,10 @@ from .passes.agreement import announce, most_of
 from .passes.hoist_reads import unmovable_read
 from .passes.options import PassOptions
 from .passes.pipeline import run as run_passes
-from .recording import call_recorded, local_of, record, without_history
+from .recording import local_of, record, without_history
 from .results import tensors_in
 from .selection import FULL, MOST, RECORD, RUN, Peers, Recordings, Selected
-from .state.differences import Reasons, texts_of
+from .state.differences import Reasons, leaf_names, texts_of
 from .state.guard import Guard
 from .state.snapshot import Snapshot
 
@@ -67,7 +67,8 @@ class _OfWorld:
     Attributes:
         entries: the recordings of each signature, the least recently used first.
         attempts: for each signature how many recordings in a row were dropped.
-        outside: signatures whose results a backward outside of the function has used.
+        outside: signatures whose results a backward outside of the function has used, the least
+            recently used first; functions of the arguments that are not static.
         parts: the modules whose calls are graphs, if the function is none.
     """
 
@@ -122,6 +123,7 @@ class JitFunction:
         self._states: weakref.WeakKeyDictionary[World, _OfWorld] = weakref.WeakKeyDictionary()
         self._reasons = Reasons(f)
         self._hyperparameters = Hyperparameters()
+        self._is_history_noted = False
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
@@ -139,14 +141,18 @@ class JitFunction:
         parts_of_leaves = local_parts(leaves)
         if _is_inside(world):
             return self._call(tree, leaves)
-        has_history = any(map(_has_history, parts_of_leaves))
-        key = (tree, *key_of(leaves, parts_of_leaves), has_history)
+        if any(map(_has_history, parts_of_leaves)):
+            if not (world.rank or self._is_history_noted):
+                self._note_history(leaves, tree)
+            return self._call(tree, leaves)
+        key = (tree, *key_of(leaves, parts_of_leaves))
         state = self._states.get(world)
         if state is None:
             state = self._states[world] = _OfWorld()
             world.dependents.add(self)
         if state.outside and key in state.outside:
-            return state.outside[key](*args, **kwargs)
+            function = state.outside[key] = state.outside.pop(key)
+            return function(*[x for x in leaves if type(x) is not Static])
         if engine_hooks.current_backward() != -1:  # a recomputation; its forward was eager, too
             return self._call(tree, leaves)
         by_key = state.entries
@@ -162,8 +168,6 @@ class JitFunction:
         peers = entries.peers
         if peers is None:
             peers = entries.peers = state.peers_of(leaves)
-        if has_history and torch.is_grad_enabled():
-            return self._run_with_history(leaves, tree, key, peers, world)
         need, selected, is_mixed = self._select(leaves, entries, peers, world)
         parts = state.parts
         if is_mixed:
@@ -317,34 +321,20 @@ class JitFunction:
         result = self._call(tree, leaves)
         return without_history(result, lambda: self._snapshot(leaves, tree))
 
-    def _run_with_history(
-        self, leaves: Sequence[Any], tree: Any, key: Any, peers: Peers, world: World
-    ) -> Any:
-        """Run a call whose arguments have a gradient history; the next ones are two programs.
-
-        In a function that calls `backward()` itself the gradient goes on through the arguments,
-        which is a break.
-        """
-        parts = self._states[world].parts
-        if parts is not None:
-            with parts.running():
-                return self._call(tree, leaves)
-        snapshot = self._snapshot(leaves, tree)
-        f = functools.partial(self._call, tree)
-        result, recorder = call_recorded(f, leaves, snapshot, world, self._fullgraph)
-        reason = recorder.builder.refusal
-        if reason is None and recorder.ran_backward:
-            reason = JitError(
-                f"{self._name} calls backward() itself, and the gradient goes on through the "
-                "history of its arguments; detach them, or call backward() outside"
-            )
-            if self._fullgraph:
-                raise reason
-        if reason is None:
-            self._join(key, snapshot, peers, world)
-        else:
-            self._break(str(reason), snapshot, world)
-        return result
+    def _note_history(self, leaves: Sequence[Any], tree: Any) -> None:
+        """Log which argument has a gradient history: such calls run eagerly."""
+        self._is_history_noted = True
+        names = leaf_names(self._f, tree, len(leaves))
+        name = next(
+            name
+            for name, x in zip(names, leaves, strict=True)
+            if isinstance(x, Tensor) and _has_history(local_of(x))
+        )
+        reason = (
+            f"{name} has a gradient history, as have outputs of a model; detach it, or put sm.jit "
+            "around the model and this function together, such as the whole step"
+        )
+        log_break(self._name, reason, "")
 
     def _snapshot(self, leaves: Sequence[Any], tree: Any) -> Snapshot:
         """Return what the function can reach in a call with these arguments."""
@@ -490,16 +480,29 @@ class JitFunction:
             if state.parts is None:
                 state.parts = self._new_parts(snapshot, world)
             return
-        if key not in state.outside:
-            state.outside[key] = JoinedFunction(
-                self._call_and_place,
-                snapshot.modules,
-                lambda: self.backend,
-                self._name,
-                self._fullgraph,
-                self._f,
-                self._check_state,
-            )
+        if key in state.outside:
+            return
+        if len(state.outside) >= _SIGNATURES:
+            # Its recording in `entries` has no backward: the signature begins anew.
+            first = next(iter(state.outside))
+            del state.outside[first]
+            state.entries.pop(first, None)
+        tree, _, leaf_keys, _ = key
+        static = [x.value for x in leaf_keys if type(x) is Static]
+
+        def call(*leaves: Any) -> Any:
+            rest = iter(leaves)
+            return self._call(tree, [x if type(x) is Static else next(rest) for x in leaf_keys])
+
+        state.outside[key] = JoinedFunction(
+            call,
+            snapshot.modules,
+            lambda: self.backend,
+            self._name,
+            self._fullgraph,
+            functools.partial(self._f, *static) if static else self._f,
+            self._check_state,
+        )
 
     def _break(self, reason: str, snapshot: Snapshot, world: World) -> None:
         """Run the function in parts from now on."""
@@ -654,7 +657,9 @@ def jit(
             `model.eval()`, or after a closure variable was assigned, runs the old graph, silently.
 
     Returns:
-        The function. Its results have no gradient history: `backward` through them raises.
+        The function, or for a module one whose calls are graphs. `backward` through a function's
+        result raises if `f` calls `backward` itself, or if nobody has called it through the result
+        of the first call. A call one of whose arguments has a gradient history runs eagerly.
 
     Raises:
         JitError: in a call, if `f` reads the value of a tensor, changes Python state in every call,

@@ -192,7 +192,7 @@ class JoinedFunction:
             raise JitError(
                 f"{self.name} calls backward() itself, and sm.jit of a module or of a function "
                 "whose result is differentiated outside would lose the gradients of its inputs and "
-                "parameters; use torch.autograd.grad, or put sm.jit around the whole step"
+                "parameters; use torch.autograd.grad, or call backward() outside of it"
             )
         recorded = _RecordedCall(
             self, recorder, leaves, stand_ins, result, saved, look, snapshot, guard, entries

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -403,7 +403,7 @@ class _RefuseReads(TorchFunctionMode):
         if is_read and (not args[0].is_meta or type(args[0]) is ShardedTensor):
             self._builder.refuse(value_read(name_of(func)))
         self.called.append(func)
-        self.checks_indices = func is F.one_hot and _num_classes(*args, **(kwargs or {})) >= 0
+        self.checks_indices = func is F.one_hot and _num_classes(args, kwargs or {}) >= 0
         try:
             result = func(*settle_base(func, args), **(kwargs or {}))
         finally:
@@ -425,9 +425,9 @@ def _validates_arguments() -> bool:
     return frame is not None and frame.f_code.co_filename == _DISTRIBUTION
 
 
-def _num_classes(tensor: Any, num_classes: int = -1) -> int:
-    """Return that of `one_hot`."""
-    return num_classes
+def _num_classes(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Return that of a call of `one_hot`."""
+    return args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
 
 
 def _sparse() -> JitError:

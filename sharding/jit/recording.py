@@ -21,6 +21,7 @@ from torch import Tensor, fx
 from ...mesh.comm.world import World
 from ..layout.layout import Layout
 from ..tensor.sharded_tensor import ShardedTensor
+from ..trees import flatten, unflatten
 from .draws import Position
 from .errors import Break, JitError
 from .graph_builder import Captured
@@ -29,7 +30,7 @@ from .hyperparameters import Hyperparameter, tracing
 from .passes.dead_code import clean
 from .program import Program
 from .recorder import GraphRecorder
-from .results import Returned, flatten_result
+from .results import Returned, flatten_result, is_instance, tensors_in
 from .scalars import Condition, TracedFloat
 from .state.holders import PLAIN
 from .state.iterators import counting_resumptions
@@ -158,19 +159,6 @@ def record(
         return shown, Break(error), signatures
 
 
-def call_recorded(
-    f: Callable[[Leaves], Any], leaves: Leaves, snapshot: Snapshot, world: World, fullgraph: bool
-) -> tuple[Any, GraphRecorder]:
-    """Return `f(leaves)` with its gradient history, and what a recorder has seen of the call."""
-    recorder = GraphRecorder(world, fullgraph=fullgraph)
-    result = run_recorded(f, leaves, snapshot, [], recorder)
-    returned = returned_by(result, snapshot, recorder)
-    if recorder.builder.has_numbers:
-        returned = returned._replace(leaves=with_known_numbers(returned.leaves))
-    settle(snapshot)
-    return returned.map(_known).build(), recorder
-
-
 def returned_by(result: Any, snapshot: Snapshot, recorder: GraphRecorder) -> Returned:
     """Return the result of a recorded call, with its leaves and its structure."""
     has_computed = recorder.builder.has_computed
@@ -250,9 +238,7 @@ def _slots(leaves: Leaves, snapshot: Snapshot) -> Iterator[GradSlot]:
     """Yield the slots of all leaves of autograd that can be reached."""
     seen: set[int] = set()
     for i, x in enumerate(leaves):
-        if not isinstance(x, Tensor) or not x.requires_grad or id(x) in seen:
-            continue
-        if local_of(x).is_leaf:
+        if isinstance(x, Tensor) and x.requires_grad and id(x) not in seen:
             seen.add(id(x))
             yield from slots_of(x, functools.partial(_argument, i), f"args[{i}]", False)
     for x, path in (*snapshot.sharded, *snapshot.tensors):
@@ -302,6 +288,11 @@ def without_history(result: Any, look: Callable[[], Snapshot]) -> Any:
     Args:
         look: returns a snapshot, which tells the instances that the call has made from others.
     """
+    if not any(map(_has_history, tensors_in(result))):
+        return result
+    flat, tree = flatten(result)
+    if not any(map(is_instance, flat)):
+        return unflatten(tree, list(map(_shown, flat)))
     snapshot = functools.cache(look)
     returned = flatten_result(result, lambda x: snapshot().knows(x), _has_history)
     return returned.map(_shown).build()

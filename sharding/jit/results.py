@@ -126,7 +126,7 @@ class _Flattening:
 
         One that is there twice, or holds a container that is, stays a leaf: it would become two.
         """
-        if not _is_instance(x) or self._is_known(x) or id(x) in self._seen:
+        if not is_instance(x) or self._is_known(x) or id(x) in self._seen:
             return None
         self._seen.add(id(x))
         if self.has_shared(vars(x).values()):
@@ -171,10 +171,10 @@ def tensors_in(result: Any) -> Iterator[Tensor]:
             seen.add(id(x))
             parts, _ = flatten(x)
             todo += parts if len(parts) != 1 or parts[0] is not x else ()
-            todo += vars(x).values() if _is_instance(x) else ()
+            todo += vars(x).values() if is_instance(x) else ()
 
 
-def _is_instance(x: Any) -> bool:
+def is_instance(x: Any) -> bool:
     """Return whether an object consists of its attributes, so that it can be made of others."""
     if isinstance(x, (Tensor, nn.Module, type, *PLAIN)) or callable(x):
         return False

@@ -136,9 +136,6 @@ def differences(f: Callable[..., Any], before: Any, now: Any) -> list[Reason]:
     if before[3] != now[3] and not reasons:
         text = "which arguments share memory, and how far apart they begin, has changed"
         reasons.append(Reason("shared memory", text))
-    if before[4] != now[4] and not reasons:
-        text = "whether arguments have a gradient history has changed"
-        reasons.append(Reason("gradient history", text))
     return reasons
 
 

@@ -316,9 +316,68 @@ def test_a_function_whose_result_is_differentiated_outside() -> None:
     assert [type(x).__name__ for x in jitted.recorded] == ["CompiledGraph"] * 2
 
 
+def test_a_function_around_which_torch_recomputes() -> None:
+    """The recomputation runs inside of a backward pass, and the graph that its forward ran."""
+    weight = nn.Parameter(torch.ones(6))
+
+    def f(x: Tensor) -> Tensor:
+        return (x * weight).tanh().square().sum()
+
+    def use(f: Callable[..., Tensor]) -> list[Tensor]:
+        weight.grad, values = None, []
+        for i in range(5):
+            loss: Any = checkpoint(f, X * i, use_reentrant=False)
+            loss.backward()
+            values += [loss.detach(), weight.grad.clone()]
+        return values
+
+    jitted = sm.jit(f, backend="eager", fullgraph=True)
+    for value, expected in zip(use(jitted), use(f), strict=True):
+        assert torch.equal(value, expected)
+    assert len(jitted.recorded) == 2
+
+
+def test_static_arguments_of_a_function_that_is_two_programs() -> None:
+    """They stay constants: the function branches on them."""
+    weight = nn.Parameter(torch.ones(6))
+
+    def f(x: Tensor, kind: str, alpha: float) -> Tensor:
+        y = (x * weight).tanh() if kind == "tanh" else x * weight
+        return (y * alpha if alpha > 1 else y).square().sum()
+
+    jitted = sm.jit(f, static_argnums=1, static_argnames="alpha", backend="eager", fullgraph=True)
+    for i in range(8):
+        kind, alpha = ["tanh", "linear"][i % 2], [0.5, 2.0][i // 2 % 2]
+        values: list[list[Tensor]] = []
+        for function in (jitted, f):
+            weight.grad = None
+            loss = function(X + i, kind, alpha=alpha)
+            loss.backward()
+            assert weight.grad is not None
+            values.append([loss.detach(), weight.grad])
+        assert all(map(torch.equal, *values))
+    assert len(jitted.recorded) == 8
+
+
+def test_signatures_that_are_two_programs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least recently used one begins anew."""
+    monkeypatch.setattr("shardmesh.sharding.jit.jit._SIGNATURES", 2)
+    weight = nn.Parameter(torch.ones(6))
+    jitted = sm.jit(lambda x, n: (x * weight).square().sum() * n, backend="eager")
+    for n in (1, 2, 1, 3, 1, 2, 2, 3):
+        weight.grad = None
+        jitted(torch.ones(4, 6), n).backward()
+        assert weight.grad is not None
+        assert weight.grad.tolist() == [8.0 * n] * 6
+    (state,) = jitted._states.values()
+    assert [key[2][1] for key in state.outside] == [(int, 2), (int, 3)]
+
+
 @pytest.mark.parametrize("is_recomputed", [False, True])
-def test_a_loss_function_of_outputs_of_a_model(is_recomputed: bool) -> None:
-    """Its argument has a gradient history: the first call is eager, the others two programs."""
+def test_a_loss_function_of_outputs_of_a_model(
+    is_recomputed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its argument has a gradient history, so each call is eager; the log says so once."""
 
     def loss_of(outputs: Tensor, target: Tensor, scale: float) -> Tensor:
         return (outputs - target).tanh().square().sum() * scale
@@ -326,10 +385,10 @@ def test_a_loss_function_of_outputs_of_a_model(is_recomputed: bool) -> None:
     def use(f: Callable[..., Tensor]) -> list[Tensor]:
         torch.manual_seed(0)
         model, values = nn.Linear(6, 6), []
-        for i in range(5):
+        for i in range(3):
             outputs = model(X)
             if is_recomputed:
-                loss = checkpoint(f, outputs, X * i, 0.5 * i, use_reentrant=False)
+                loss: Any = checkpoint(f, outputs, X * i, 0.5 * i, use_reentrant=False)
             else:
                 loss = f(outputs, X * i, 0.5 * i)
             with torch.no_grad():
@@ -338,28 +397,36 @@ def test_a_loss_function_of_outputs_of_a_model(is_recomputed: bool) -> None:
             values += [loss.detach(), *gradients(model)]
         return values
 
-    jitted = sm.jit(loss_of, backend="eager", fullgraph=True)
-    for value, expected in zip(use(jitted), use(loss_of), strict=True):
-        assert torch.equal(value, expected)
-    assert len(jitted.recorded) == 2
+    jitted = sm.jit(loss_of, backend="eager")
+    with caplog.at_level(logging.WARNING, "shardmesh"):
+        for value, expected in zip(use(jitted), use(loss_of), strict=True):
+            assert torch.equal(value, expected)
+    assert not jitted.recorded
+    (line,) = [x.message for x in caplog.records if "runs eagerly" in x.message]
+    assert "loss_of runs eagerly: outputs has a gradient history" in line
+    for _ in range(2):
+        jitted(X, X, 0.5)  # a graph
+    assert len(jitted.recorded) == 1
 
 
-def test_a_backward_that_goes_on_through_an_argument(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("grad_mode", [torch.no_grad, torch.enable_grad])
+def test_a_backward_that_goes_on_through_an_argument(grad_mode: Callable[[], Any]) -> None:
+    """The function may turn gradients on itself."""
+
+    @sm.jit(backend="eager")
     def step(x: Tensor) -> Tensor:
-        loss = x.square().sum()
-        loss.backward()
+        with torch.enable_grad():
+            loss = x.square().sum()
+            loss.backward()
         return loss.detach()
 
-    jitted = sm.jit(step, backend="eager")
-    with caplog.at_level(logging.WARNING, "shardmesh"):
-        for i in range(3):
-            x = torch.full((2,), float(i), requires_grad=True)
-            assert jitted(x * 2) == 8 * i * i
-            assert x.grad.tolist() == [8.0 * i] * 2
-    (line,) = [x.message for x in caplog.records if "runs eagerly" in x.message]
-    assert "calls backward() itself" in line
-    with pytest.raises(JitError, match=r"calls backward\(\) itself"):
-        sm.jit(step, backend="eager", fullgraph=True)(torch.ones(2, requires_grad=True) * 2)
+    for i in range(3):
+        x = torch.full((2,), float(i), requires_grad=True)
+        y = x * 2
+        with grad_mode():
+            assert step(y) == 8 * i * i
+        assert x.grad is not None
+        assert x.grad.tolist() == [8.0 * i] * 2
 
 
 def test_a_module_that_calls_backward_itself() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import shardmesh as sm
 from shardmesh.sharding.jit.errors import JitError
+from shardmesh.sharding.jit.recording import without_history
 from tests.sharding.jit.steps import runs
 
 
@@ -203,3 +204,18 @@ def test_what_is_refused(f: Any, kind: str) -> None:
     with pytest.raises(JitError, match=f"returned a {kind}, which sm.jit cannot make again"):
         for _ in range(3):
             sm.jit(f, backend="eager", fullgraph=True)(torch.ones(2))
+
+
+def test_an_eager_result_takes_a_snapshot_only_for_instances_with_a_history() -> None:
+    def look() -> Any:
+        raise AssertionError("a snapshot takes long")
+
+    x = torch.ones(2, requires_grad=True)
+    plain = {"x": x, "layers": [Layer(x)], "config": Config()}
+    assert without_history(plain, look) is plain
+    shown = without_history({"y": [x * 2], "n": 3}, look)
+    assert shown["n"] == 3
+    with pytest.raises(RuntimeError, match="by a graph that has no backward"):
+        shown["y"][0].sum().backward()
+    with pytest.raises(AssertionError, match="takes long"):
+        without_history({"layers": [Layer(x * 2)]}, look)

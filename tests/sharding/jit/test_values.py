@@ -450,6 +450,9 @@ def test_values_that_torch_reads_to_validate_arguments(mesh: sm.DeviceMesh) -> N
             for value, expected in zip(jitted(x), f(x), strict=True):
                 assert torch.equal(whole(value), whole(expected))
         assert len(jitted.recorded) == 1
+    by_name: dict[str, Any] = {"input": torch.arange(4), "num_classes": 5}
+    one_hot = sm.jit(F.one_hot, backend="eager", fullgraph=True)
+    assert torch.equal(one_hot(**by_name), F.one_hot(**by_name))
     with pytest.raises(JitError, match="reads a value"):
         sm.jit(classes, backend="eager", fullgraph=True)(torch.ones(4, 5))
     with pytest.raises(ValueError, match="to satisfy the constraint"):
