@@ -11,6 +11,7 @@ from torch import Tensor
 from ...comm.recording.recorder import Recorder
 from ...comm.work import Work
 from ...monitor.monitor import Monitor
+from ...monitor.waiting import is_done_now
 
 _WITHOUT_STREAMS = ("cpu", "meta")
 
@@ -83,6 +84,10 @@ class MonitoredMessage(MonitoredWork):
 
     def _wait(self, work: Any) -> None:
         self._waiting.wait_for_message(self._own_recorder, self._sequence, work)
+
+    def is_completed(self) -> bool:
+        """Return whether it has arrived; under a profiler, which could lock both, False."""
+        return all(map(is_done_now, self._works))
 
 
 class PolledWork(MonitoredWork):

@@ -188,6 +188,8 @@ class StepRun:
                 for value in running.added:  # here, outside of what a unit recomputes
                     self._add_root(running, value, self._scales[number].mean)
                 if stage == self._last_stage:
+                    if self._random is not None:
+                        self._random.before_loss()
                     self._finish_forward(running, number, result)
         finally:
             self._current = None

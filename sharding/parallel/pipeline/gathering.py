@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal, TypeAlias
 
@@ -39,7 +39,10 @@ class StepGathers:
 
     @contextmanager
     def whole_step(self) -> Iterator[None]:
-        """Keep parameters and gradients whole in the block, until the last backwards."""
+        """Keep parameters and gradients whole in the block, until the last backwards.
+
+        Communication: at the end, the reductions of stages that are compiled as a whole.
+        """
         units = dict.fromkeys(itertools.chain.from_iterable(self._units.values()))
         before = [(unit, copy.copy(unit.controls)) for unit in units]
         for unit, _ in before:
@@ -48,9 +51,21 @@ class StepGathers:
             unit.controls.reduces_grads = False
         try:
             yield
+            self._reduce_held(units)
         finally:
             for unit, controls in before:
                 unit.controls = controls
+
+    def _reduce_held(self, units: Iterable[Unit]) -> None:
+        """Reduce what no last backward has reduced, and free what none has freed.
+
+        A stage that is compiled as a whole has its backward in I, so its W runs none.
+        """
+        for unit in units:
+            unit.controls.reduces_grads = True
+            unit.controls.reshards_after_backward = True
+            unit.release()
+            unit.end_model_backward()
 
     def before(self, action: Action) -> None:
         """Let the units of a stage reduce and free if this is its last backward."""

@@ -14,6 +14,8 @@ from ....mesh.comm.recording.recorder import CommTag
 from ....mesh.comm.thread_context import thread_context
 from ....mesh.context import given_or_current
 from ....mesh.device_mesh import DeviceMesh
+from ....mesh.monitor.timeouts import keep_groups
+from ....mesh.processes.process import ProcessWorld
 from ...tensor.autograd.leaf_grads import accumulate_grads
 from ...tensor.sharded_tensor import ShardedTensor
 from ..data.unit import Unit, units_of
@@ -688,6 +690,11 @@ class Pipeline:
         self._run = run
         try:
             run.run(row, gathers)
+        except BaseException:
+            if isinstance(self.mesh.world, ProcessWorld) and self.mesh.device.type == "cpu":
+                # gloo's threads wait for messages of this step: `destroy_process_group` would, too
+                keep_groups()
+            raise
         finally:
             self._run = None
 

@@ -1,6 +1,6 @@
 """Random numbers of a step that depend neither on the split nor on the schedule.
 
-    forward of microbatch m    seed (step, m) | unit 0 | seed (step, m, 0) | unit 1 | seed ...
+    forward of microbatch m    seed (step, m) | unit 0 | seed (step, m, 0) | unit 1 | seed ... loss
 
 Each stage seeds after the units of earlier stages as if it had run them. So dropout is the same
 with two stages and with sixteen, while the same modules are units. Generators are seeded between
@@ -22,7 +22,12 @@ from ....mesh.comm.current_world import current_world
 from ....mesh.comm.thread_context import thread_context
 from ...tensor.random import RandomStream
 
-_BEFORE_UNITS = -1
+_BEFORE_UNITS, _BEFORE_LOSS = -1, -2
+_UNSET_SEEDS = (
+    "a stage draws random ShardedTensors, and a graph of the stage would not set the seeds between "
+    "its units"
+)
+_COMPILES_UNITS = "The units of the stage are compiled one by one."
 
 
 class StepRandom:
@@ -62,12 +67,12 @@ class StepRandom:
     def after_unit(self, number: int) -> None:
         """Seed for what follows a call of a unit, by the number of the call."""
         if thread_context.recorder is not None and self._stream.drawn:
-            thread_context.recorder.refuse(
-                "a unit of a stage draws random ShardedTensors, whose seeds a graph of the stage "
-                "would not set",
-                "The units of the stage are compiled one by one.",
-            )
+            thread_context.recorder.refuse(_UNSET_SEEDS, _COMPILES_UNITS)
         self._seed_for(number)
+
+    def before_loss(self) -> None:
+        """Seed for the loss of the microbatch, wherever the last stage has left the generators."""
+        self._seed_for(_BEFORE_LOSS)
 
     def _seed_for(self, number: int) -> None:
         seed = _hash_numbers(self._seed, self._microbatch, number)
@@ -83,9 +88,10 @@ def restored_in_recordings() -> Iterator[None]:
     """Restore the generators at the end of the block if `sm.jit` records it.
 
     Seeds that nothing draws from then leave no trace in the graph. A number that is drawn after
-    `after_unit` is refused by the recording.
+    `after_unit` is refused by the recording, one for a ShardedTensor here.
     """
-    if thread_context.recorder is None:
+    recorder = thread_context.recorder
+    if recorder is None:
         yield
         return
     stream = current_world().state(RandomStream)
@@ -94,6 +100,8 @@ def restored_in_recordings() -> Iterator[None]:
     device_state = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     try:
         yield
+        if stream.drawn and stream.seed != sharded[0]:  # after the last unit
+            recorder.refuse(_UNSET_SEEDS, _COMPILES_UNITS)
     finally:
         stream.seed, stream.drawn = sharded
         torch.default_generator.set_state(state)

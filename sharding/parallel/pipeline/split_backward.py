@@ -277,10 +277,10 @@ class _MarkWeights(TorchFunctionMode):
         if not torch.is_grad_enabled():  # as in the forward of a reentrant checkpoint
             self._phase.may_recompute = True
             return func(*args, **kwargs)
-        if engine_hooks.saved_tensor_hooks() is not None:
-            self._phase.may_recompute = True
         if thread_context.in_joined_function or thread_context.recorder is not None:
             return func(*args, **kwargs)
+        if engine_hooks.saved_tensor_hooks() is not None:
+            self._phase.may_recompute = True
         if engine_hooks.transforming():
             return func(*args, **kwargs)
         if name in _AUTOCAST_OPERATORS and torch.is_autocast_enabled(weights[0].device.type):

@@ -19,6 +19,7 @@ from shardmesh.mesh import init_device_mesh
 from shardmesh.mesh.monitor import waiting
 from shardmesh.mesh.monitor.monitor import Monitor
 from shardmesh.mesh.monitor.waiting import is_done, is_done_now
+from shardmesh.mesh.processes.torch_groups.works import MonitoredMessage
 from tests.mesh.monitor.driven_ranks import DrivenRank, driven_ranks
 from tests.pool import Pool
 
@@ -74,6 +75,14 @@ def test_a_work_is_not_asked_under_a_profiler() -> None:
     with profile(activities=[ProfilerActivity.CPU]):
         assert not is_done_now(LockedWork(1))
     assert is_done_now(LockedWork(-1))
+
+
+def test_a_message_is_not_asked_under_a_profiler(two: list[DrivenRank]) -> None:
+    monitor: Monitor = two[0].monitor
+    recorder = monitor.add_recorder(two[0].world.group(two[0].everyone))
+    with profile(activities=[ProfilerActivity.CPU]):
+        assert not MonitoredMessage([LockedWork(1)], (), recorder, monitor).is_completed()
+    assert MonitoredMessage([LockedWork(-1)], (), recorder, monitor).is_completed()
 
 
 def late_ranks(rounds: int) -> int:

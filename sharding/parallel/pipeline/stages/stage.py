@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -72,7 +72,7 @@ class Stage(nn.Module):
         return f"index={self.index}"
 
 
-class Stages(dict[int, Stage]):
+class Stages(MutableMapping[int, Stage]):
     """The stages of a rank by number, and what runs each of them.
 
         stages[1] = sm.jit(stages[1])       stages[1] is the stage as before, its calls are graphs
@@ -82,8 +82,11 @@ class Stages(dict[int, Stage]):
     """
 
     def __init__(self, stages: Mapping[int, Stage]) -> None:
-        super().__init__(stages)
+        self._stages = dict(stages)
         self.calls: dict[int, nn.Module] = dict(stages)
+
+    def __getitem__(self, number: int) -> Stage:
+        return self._stages[number]
 
     def __setitem__(self, number: int, module: nn.Module) -> None:
         """Let calls of a stage run what `sm.jit` has made of it, or the stage itself.
@@ -100,6 +103,18 @@ class Stages(dict[int, Stage]):
                 "its forward is the model's own; compile the blocks in it, by block.compile()"
             )
         self.calls[number] = module
+
+    def __delitem__(self, number: int) -> None:
+        raise TypeError(f"pipeline: the stages of a rank are fixed: del pipe.stages[{number}]")
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._stages)
+
+    def __len__(self) -> int:
+        return len(self._stages)
+
+    def __repr__(self) -> str:
+        return f"Stages({self._stages!r})"
 
 
 def fill_stage(

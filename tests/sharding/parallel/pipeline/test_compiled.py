@@ -5,17 +5,21 @@ Backwards are whole or split.
 
 from __future__ import annotations
 
+import copy
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import shardmesh as sm
 from shardmesh.parallel import colwise, pipeline, rowwise
+from shardmesh.sharding.parallel.pipeline.gathering import Gather
 from tests.sharding.parallel.pipeline.pipeline_jobs import (
     FORMS,
     Block,
@@ -123,29 +127,50 @@ def test_equal_to_eager(how: str, recompute: bool, schedule: str, stages: int, f
 
 
 class WithDropout(nn.Module):
-    """The model, with dropout in its blocks."""
+    """The model, with dropout between its blocks, or at its end alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, at_end: bool = False) -> None:
         super().__init__()
         self.model = make_model()
         self.drop = nn.Dropout(0.3)
+        self.at_end = at_end
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.model.embedding(ids)
         for block in self.model.blocks:
-            x = self.drop(block(x))
-        return self.model.head(self.model.norm(x)).transpose(1, 2)
+            x = block(x) if self.at_end else self.drop(block(x))
+        y = self.model.head(self.model.norm(x))
+        return (self.drop(y) if self.at_end else y).transpose(1, 2)
 
 
-def train_stages(how: str, schedule: str, stages: int, form: str, drops: bool) -> Any:
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "plain": make_model,
+    "dropout": WithDropout,
+    "dropout at the end": functools.partial(WithDropout, at_end=True),
+    "checkpoints": RecomputedBlocks,
+}
+
+
+def noisy_loss(y: Tensor, target: Tensor) -> Tensor:
+    """Return a loss that draws random numbers."""
+    return F.cross_entropy(F.dropout(y, 0.2), target)
+
+
+def train_stages(
+    how: str, schedule: str, stages: int, form: str, model: str, gather: Gather = "microbatch"
+) -> Any:
     """Return losses, gradients by name, and the names of what graphs were recorded of."""
     axes = FORMS[form]
     mesh = sm.init_device_mesh("cpu", (2, *[2 for _ in axes]), axis_names=("pp", *axes))
-    model: nn.Module = WithDropout() if drops else make_model()
-    split = [f"model.{path}" if drops else path for path in boundaries(stages)]
-    pipe = pipeline(model, mesh, split=split, schedule=schedule, microbatches=3)
+    split = [path if model == "plain" else f"model.{path}" for path in boundaries(stages)]
+    pipe = pipeline(
+        MODELS[model](), mesh, split=split, schedule=schedule, microbatches=3, gather=gather
+    )
     if "tp" in axes:
-        pipe.parallelize({"*.up": colwise(), "*.down": rowwise()}, mesh["tp"])
+        plan = {"*.up": colwise(), "*.down": rowwise()}
+        if model == "dropout at the end":  # so that what is dropped is a ShardedTensor
+            plan["*head"] = colwise()
+        pipe.parallelize(plan, mesh["tp"])
     if form == "fsdp":
         pipe.fully_shard(mesh["fsdp"])
     compiled: list[Any] = []
@@ -159,7 +184,7 @@ def train_stages(how: str, schedule: str, stages: int, form: str, drops: bool) -
     losses: list[float] = []
     for _ in range(3):
         pipe.zero_grad()
-        losses.append(pipe.step(*rows, loss_fn=F.cross_entropy).item())
+        losses.append(pipe.step(*rows, loss_fn=noisy_loss).item())
     losses.append(pipe.eval(*rows, loss_fn=F.cross_entropy).item())
     grads = {name: whole(x.grad) for name, x in pipe.named_parameters()}
     names = [graph.entry.recording.program.name for one in compiled for graph in one.recorded]
@@ -167,27 +192,74 @@ def train_stages(how: str, schedule: str, stages: int, form: str, drops: bool) -
 
 
 STAGES = [
-    ("1f1b", 2, "none", False, {"Stage"}),
-    ("zb_v", 4, "none", False, {"Stage"}),
-    ("interleaved", 4, "tp", False, {"Stage"}),
-    ("1f1b", 2, "fsdp", False, {"Stage"}),
-    ("1f1b", 2, "none", True, {"Block"}),  # seeds between units are not in a graph
+    ("1f1b", 2, "none", "plain", "microbatch", {"Stage"}),
+    ("zb_v", 4, "none", "plain", "microbatch", {"Stage"}),
+    ("interleaved", 4, "tp", "plain", "microbatch", {"Stage"}),
+    ("1f1b", 2, "fsdp", "plain", "microbatch", {"Stage"}),
+    ("zb_h1", 2, "fsdp", "plain", "step", {"Stage"}),
+    ("1f1b", 2, "none", "dropout", "microbatch", {"Block"}),  # no graph has seeds between units
+    ("zb_h1", 2, "none", "checkpoints", "microbatch", {"Stage"}),
 ]
 
 
-@pytest.mark.one_in(3, each=["drops"])
-@pytest.mark.parametrize(("schedule", "stages", "form", "drops", "graphs"), STAGES)
+@pytest.mark.one_in(3, each=["model", "gather"])
+@pytest.mark.parametrize(("schedule", "stages", "form", "model", "gather", "graphs"), STAGES)
 def test_stages_as_graphs(
-    schedule: str, stages: int, form: str, drops: bool, graphs: set[str]
+    schedule: str, stages: int, form: str, model: str, gather: Gather, graphs: set[str]
 ) -> None:
     ranks = 2 * 2 ** len(FORMS[form])
-    eager = sm.simulate(ranks)(train_stages)("eager", schedule, stages, form, drops)
-    compiled = sm.simulate(ranks)(train_stages)("jit", schedule, stages, form, drops)
+    eager = sm.simulate(ranks)(train_stages)("eager", schedule, stages, form, model, gather)
+    compiled = sm.simulate(ranks)(train_stages)("jit", schedule, stages, form, model, gather)
     for own, expected in zip(compiled, eager, strict=True):
         assert own[0] == expected[0]
         assert own[1].keys() == expected[1].keys()
         assert all(torch.equal(own[1][name], grad) for name, grad in expected[1].items())
         assert set(own[2]) == graphs
+
+
+def test_sharded_random_numbers_after_the_last_unit_are_in_no_graph() -> None:
+    case = "1f1b", 2, "tp", "dropout at the end"
+    eager = sm.simulate(4)(train_stages)("eager", *case)
+    compiled = sm.simulate(4)(train_stages)("jit", *case)
+    for own, expected in zip(compiled, eager, strict=True):
+        assert own[0] == expected[0]
+        assert all(torch.equal(own[1][name], grad) for name, grad in expected[1].items())
+    assert [set(own[2]) for own in compiled] == [{"Stage"}, {"Stage"}, {"Block"}, {"Block"}]
+
+
+def test_stages_are_copied() -> None:
+    def run() -> None:
+        mesh = sm.init_device_mesh("cpu", (2,), axis_names=("pp",))
+        pipe = pipeline(make_model(), mesh, split=boundaries(2), microbatches=2)
+        (number,) = pipe.stages
+        stage = pipe.stages[number]
+        copies: list[nn.Module] = [copy.deepcopy(stage), copy.deepcopy(pipe.stages)[number]]
+        copies.append(AveragedModel(stage).module)
+        for copied in copies:
+            assert copied is not stage
+            own = dict(copied.named_parameters())
+            assert own.keys() == dict(stage.named_parameters()).keys()
+            assert all(torch.equal(own[name], x) for name, x in stage.named_parameters())
+
+    sm.simulate(2)(run)()
+
+
+def test_every_way_to_assign_a_stage() -> None:
+    def run() -> None:
+        mesh = sm.init_device_mesh("cpu", (2,), axis_names=("pp",))
+        pipe = pipeline(make_model(), mesh, split=boundaries(2), microbatches=2)
+        (number,) = pipe.stages
+        other: Any = nn.Linear(1, 1)
+        with pytest.raises(TypeError, match=r"assign sm\.jit of the stage"):
+            pipe.stages.update({number: other})
+        with pytest.raises(TypeError, match="the stages of a rank are fixed"):
+            pipe.stages.clear()
+        compiled: Any = sm.jit(pipe.stages[number], backend="eager")
+        pipe.stages.update({number: compiled})
+        assert pipe.stages.calls == {number: compiled}
+        assert list(pipe.stages.values()) == [pipe.stages[number]]
+
+    sm.simulate(2)(run)()
 
 
 def test_what_is_no_stage_is_not_assigned() -> None:
