@@ -12,6 +12,7 @@ from tests.forked import Forked, statuses
 from tests.sharding.parallel.pipeline import failing_ranks
 
 
+@pytest.mark.timeout(300)  # some seconds, on a machine that is not busy
 @pytest.mark.parametrize(
     ("schedule", "how", "kind", "microbatch", "says"),
     [
@@ -23,7 +24,9 @@ from tests.sharding.parallel.pipeline import failing_ranks
 def test_verdict_names_rank_stage_and_microbatch(
     forked: Forked, schedule: str, how: str, kind: str, microbatch: int, says: str
 ) -> None:
-    ended = forked(failing_ranks.step, 4, schedule, how, kind, microbatch, SHARDMESH_EXIT_S="2")
+    ended = forked(
+        failing_ranks.step, 4, schedule, how, kind, microbatch, limit_s=250.0, SHARDMESH_EXIT_S="2"
+    )
     assert statuses(ended) == [1, 1, -signal.SIGKILL if how == "dies" else 1, 1]
     action = "backward for inputs" if schedule == "zb_h1" and kind == "backward" else kind
     place = f"in the {action} of stage 2, microbatch {microbatch}"
