@@ -195,7 +195,7 @@ def nested_tensors(tree: Any) -> Iterator[Tensor]:
     elif isinstance(tree, Mapping):
         for item in tree.values():
             yield from nested_tensors(item)
-    elif _is_dataclass_instance(tree):
+    elif is_dataclass_instance(tree):
         for field in dataclasses.fields(tree):
             yield from nested_tensors(getattr(tree, field.name, None))
 
@@ -216,7 +216,7 @@ def map_nested(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
         return type(tree)(items)
     if isinstance(tree, Mapping):
         values: Mapping[str, Any] = tree
-    elif _is_dataclass_instance(tree):
+    elif is_dataclass_instance(tree):
         values = {field.name: getattr(tree, field.name, None) for field in dataclasses.fields(tree)}
     else:
         return tree
@@ -230,12 +230,13 @@ def _with_values(container: Any, changed: Mapping[str, Any]) -> Any:
     if not isinstance(container, Mapping):
         return dataclasses.replace(container, **changed)
     values = {**container, **changed}
-    if _is_dataclass_instance(container):
+    if is_dataclass_instance(container):
         return type(container)(**values)
     return type(container)(values)  # type: ignore[call-arg]
 
 
-def _is_dataclass_instance(x: Any) -> bool:
+def is_dataclass_instance(x: Any) -> bool:
+    """Return whether an object is an instance of a dataclass, and not the class itself."""
     return dataclasses.is_dataclass(x) and not isinstance(x, type)
 
 

@@ -11,7 +11,7 @@ import contextlib
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -129,14 +129,9 @@ def convert(
         >>> sm.checkpoint.convert("llama", "checkpoints", "checkpoint")
         >>> sm.checkpoint.convert("checkpoints", "trained", "safetensors", config="llama")
     """
-    return run_conversion(source, target, to, key, step, config, max_shard_size, _no_progress)
-
-
-@contextlib.contextmanager
-def _no_progress(
-    label: str, total: int = 0, measure: Callable[[], int] | None = None
-) -> Iterator[None]:
-    yield
+    return run_conversion(
+        source, target, to, key, step, config, max_shard_size, lambda *_: contextlib.nullcontext()
+    )
 
 
 def run_conversion(

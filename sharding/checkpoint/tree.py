@@ -17,6 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from ..layout.layout import Layout
+from ..trees import is_dataclass_instance
 
 Path = tuple[Any, ...]
 # the name of a leaf, or {"dict": [[key, structure], ...]}, {"list": [structure, ...]}, {"tuple":
@@ -127,7 +128,7 @@ def children(tree: Any) -> list[tuple[Any, Any]] | None:
     if isinstance(tree, list | tuple):
         named = getattr(tree, "_fields", range(len(tree)))
         return list(zip(named, tree, strict=True)) if any(map(_is_inner, tree)) else None
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+    if is_dataclass_instance(tree):
         return [(field.name, getattr(tree, field.name)) for field in dataclasses.fields(tree)]
     return None
 

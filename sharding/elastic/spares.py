@@ -69,13 +69,14 @@ def without_parts(tree: Any, size: int) -> SentTree:
         size: of the world of their meshes.
     """
     meshes: list[Any] = []
+    numbers: dict[int, int] = {}  # id of a mesh -> its place among them
 
     def sent(_: Any, leaf: Any) -> Any:
         if not isinstance(leaf, ShardedTensor):
             return leaf
-        if not any(leaf.mesh is mesh for mesh in meshes):
+        number = numbers.setdefault(id(leaf.mesh), len(meshes))
+        if number == len(meshes):
             meshes.append(leaf.mesh)
-        number = next(i for i, mesh in enumerate(meshes) if leaf.mesh is mesh)
         return SentLayout(number, leaf.spec, tuple(leaf.shape), leaf.dtype)
 
     structure = map_leaves(tree, sent)

@@ -31,7 +31,7 @@ from ..layout.spec import P, Placement, Shard
 from ..parallel.tensor.activations import along
 from ..tensor.redistribute import redistribute
 from ..tensor.sharded_tensor import ShardedTensor
-from ..trees import tensors_in
+from ..trees import flatten, tensors_in, unflatten
 from .layer_options import Option, is_layer, is_norm, layer_options, parameter_options
 from .traced import Begin, Call, End, Enter, Exit, Ref, Trace
 
@@ -84,6 +84,10 @@ class State:
     def rank(self) -> tuple[float, float, float]:
         """The order of states: bytes, collectives, elements."""
         return (self.moved.total, self.moved.launches, self.whole)
+
+    def with_layouts(self, layouts: dict[int, Layout]) -> State:
+        """Return the state with other layouts."""
+        return State(layouts, self.chosen, self.moved, self.whole, self.trail)
 
     def by_path(self) -> dict[str, Moved]:
         """Return what moved in each module."""
@@ -189,8 +193,7 @@ class PlanSearch:
             layout = self._layout(state, event.stream)
             splits = self._sequence and len(layout.shape) > 2
             if not splits or layout is self._target(self._whole_layout(event.stream), Shard(1)):
-                layouts = {**state.layouts, event.mark: layout}
-                yield State(layouts, state.chosen, state.moved, state.whole, state.trail)
+                yield state.with_layouts({**state.layouts, event.mark: layout})
         elif isinstance(event, End):
             if self._layout(state, event.stream) is self._layout(state, event.mark):
                 yield state
@@ -307,8 +310,7 @@ class PlanSearch:
                 layout, more = result
                 moved = moved.plus(more, self._repeats(path))
             layouts[target] = layout
-        after = State(layouts, state.chosen, state.moved, state.whole, state.trail)
-        return self._moving(after, path, moved)
+        return self._moving(state.with_layouts(layouts), path, moved)
 
     def _call(self, state: State, event: Call) -> State | None:
         """Return the state after an operator; None if it cannot run on these layouts."""
@@ -325,9 +327,8 @@ class PlanSearch:
                 return None
             results, moved = evaluated
         layouts = {**state.layouts, **dict(zip(event.results, results, strict=True))}
-        after = State(layouts, state.chosen, state.moved, state.whole, state.trail)
         scaled = _NOTHING.plus(moved, self._repeats(event.path))
-        return self._moving(after, event.path, scaled)
+        return self._moving(state.with_layouts(layouts), event.path, scaled)
 
     # -- merging -----------------------------------------------------------------------------------
 
@@ -349,8 +350,8 @@ class PlanSearch:
             group = groups.setdefault((frozenset(state.layouts.items()), frozenset(entered)), [])
             if all(state.whole < better.whole for better in group):
                 group.append(state)
-        kept = [state for group in groups.values() for state in group]
-        return sorted(kept, key=lambda state: state.rank)
+        best = [state for group in groups.values() for state in group]
+        return sorted(best, key=lambda state: state.rank)
 
     # -- layouts and costs -------------------------------------------------------------------------
 
@@ -388,8 +389,11 @@ class PlanSearch:
     ) -> tuple[tuple[Layout, ...], Moved] | None:
         def run(*operands: Tensor) -> Any:
             by_number = dict(zip(event.operands, operands, strict=True))
-            args, kwargs = _with_operands((event.args, event.kwargs), by_number)
+            leaves = [by_number[x.value] if isinstance(x, Ref) else x for x in references]
+            args, kwargs = unflatten(structure, leaves)
             return event.func(*args, **kwargs)
+
+        references, structure = flatten((event.args, event.kwargs))
 
         needs_grad = [self._trace.values[operand].needs_grad for operand in event.operands]
         evaluated = self._count(run, layouts, needs_grad)
@@ -438,18 +442,6 @@ def _differentiate(results: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
     if parts and leaves:
         grads = [torch.empty_like(x) for x in parts]
         torch.autograd.grad(parts, leaves, grads, allow_unused=True)
-
-
-def _with_operands(tree: Any, operands: Mapping[int, Tensor]) -> Any:
-    """Return arguments with the operands in place of their numbers."""
-    if isinstance(tree, Ref):
-        return operands[tree.value]
-    if isinstance(tree, dict):
-        return {name: _with_operands(item, operands) for name, item in tree.items()}
-    if isinstance(tree, list | tuple):
-        items = [_with_operands(item, operands) for item in tree]
-        return type(tree)(*items) if hasattr(tree, "_make") else type(tree)(items)
-    return tree
 
 
 def has_options(module: nn.Module, sequence: bool) -> bool:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ....trees import flatten
+from ....trees import flatten, is_dataclass_instance
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def _description(tree: Any) -> Hashable:
 def _leaf_description(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad
-    if is_dataclass(leaf) and not isinstance(leaf, type):
+    if is_dataclass_instance(leaf):
         return type(leaf), _description(dict(vars(leaf)))
     try:
         hash(leaf)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ....trees import flatten, unflatten
+from ....trees import flatten, is_dataclass_instance, unflatten
 
 _CONSTANTS = (
     type(None),
@@ -89,7 +89,7 @@ def split_value(value: Any) -> tuple[list[Tensor], ValueTree]:
         if isinstance(leaf, Tensor):
             tensors.append(leaf)
             described.append(_Tensor())
-        elif _is_instance_of_dataclass(leaf):
+        elif is_dataclass_instance(leaf):
             inner, tree = split_value(dict(vars(leaf)))
             tensors += inner
             described.append(_Fields(type(leaf), tree))
@@ -112,14 +112,10 @@ def leaves_of(value: Any) -> list[Any]:
     dataclasses that are.
     """
     leaves: list[Any] = []
-    for leaf in pytree.tree_leaves(value, is_leaf=_is_instance_of_dataclass):
-        if _is_instance_of_dataclass(leaf):
+    for leaf in pytree.tree_leaves(value, is_leaf=is_dataclass_instance):
+        if is_dataclass_instance(leaf):
             names = dict.fromkeys([*(x.name for x in fields(leaf)), *getattr(leaf, "__dict__", ())])
             leaves += leaves_of([getattr(leaf, name, None) for name in names])
         else:
             leaves.append(leaf)
     return leaves
-
-
-def _is_instance_of_dataclass(x: Any) -> bool:
-    return is_dataclass(x) and not isinstance(x, type)
