@@ -3,12 +3,14 @@
     client (the tests)     server                   supervisor of a job     rank of a job
       python -m     ---->    imports torch,
       tests.forked           shardmesh, modules
-      a job as JSON ---->    fork             ---->   mounts, n x fork ---->  program(*args)
+      a job as JSON ---->    imports its module,
+                             fork             ---->   mounts, n x fork ---->  program(*args)
                                                       waits, kills           its output, result;
                                                       what hangs             the interpreter ends
       ended.json    <------------------------------   ended.json
 
-Importing torch takes seconds, so one process imports it and forks the ranks of all jobs; it has one
+Importing torch takes seconds, and so does its compiler, which optimizers and DDP import. So one
+process imports them, and the module of each program, and forks the ranks of all jobs; it has one
 thread, no process group and has run no backward when it forks. A rank returns from the main module,
 or raises out of it, so that its interpreter ends as that of any program: uncaught error, threads,
 exit functions, modules. If the system allows it, the server has a separate mount namespace, so that
@@ -114,7 +116,7 @@ class Forked:
     """Runs jobs by a server; safe for several threads. All its processes end with it.
 
     Args:
-        modules: modules that the server imports before it forks.
+        modules: modules that the server imports before it forks, besides those of programs.
         prefix: of the command that starts the server, such as one that enters another host; by
             default one that gives it mounts of its own, if the system allows it.
     """
@@ -258,18 +260,21 @@ def _unshared() -> list[str]:
 def serve() -> None:
     """Read jobs and fork a supervisor for each. Returns on the ranks, and at the end of input."""
     import torch
+    import torch._dynamo
 
     import shardmesh  # noqa: F401
 
     for module in sys.argv[1:]:
         importlib.import_module(module)
     torch.set_num_threads(1)  # ranks share a few cores
-    gc.freeze()  # or the exit of each rank takes 0.5 s to collect what was imported
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies of supervisors
     # Shells make background processes ignore it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for line in sys.stdin:
         job = Job(**json.loads(line))
+        with contextlib.suppress(Exception):  # raised again on the ranks
+            importlib.import_module(job.module)
+        gc.freeze()  # or the exit of each rank takes 0.5 s to collect what was imported
         if os.fork() == 0:
             _end_with_parent()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -51,7 +51,7 @@ def forked() -> Iterator[Forked]:
     """Run jobs whose ranks start and end as programs do: `forked(program, 4) -> [how each
     ended]`.
     """
-    with Forked("tests.mesh.monitor.forked_ranks", "tests.mesh.monitor.startup.starts") as forked:
+    with Forked() as forked:
         yield forked
 
 

@@ -63,8 +63,7 @@ class Runner:
     """
 
     def __init__(self, table: str = "tests.faults.programs") -> None:
-        # Without torch._dynamo the first optimizer imports it, which takes seconds.
-        self._table, self._forked = table, Forked("torch._dynamo", rank_program.__name__, table)
+        self._table, self._forked = table, Forked(table)
 
     def __enter__(self) -> Self:
         return self

@@ -24,7 +24,6 @@ pytestmark = [pytest.mark.xdist_group("multinode"), pytest.mark.timeout(300)]
 RANKS = 4
 LIMIT_S = 120.0
 LOST_S = "6"
-_PROGRAMS = "tests.sharding.elastic.faulty_ranks"
 
 
 class Lab:
@@ -89,7 +88,7 @@ def lab() -> Iterator[Lab]:
             hosts = stack.enter_context(two_hosts())
         except NotPermitted as error:
             pytest.skip(f"two hosts cannot be created here: {error}")
-        servers = [stack.enter_context(Forked(_PROGRAMS, prefix=host.prefix)) for host in hosts]
+        servers = [stack.enter_context(Forked(prefix=host.prefix)) for host in hosts]
         yield Lab(hosts, servers)
 
 
