@@ -33,7 +33,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 START_S = 180.0
-_POLL_S = 0.005
+_POLL_S = 0.02
 _RESUMED_S = 30.0  # time limit of ranks to end after they were resumed
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # As root, and as another user.
@@ -353,12 +353,7 @@ def _run(job: Job, rank: int) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     for old, new in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(old, new)
-    os.environ.update(job.env[rank])
-    from shardmesh.mesh import settings
-
-    current = settings.settings()  # as the server's environment says
-    for name, value in asdict(settings.from_environment(os.environ)).items():
-        setattr(current, name, value)
+    set_environment(job.env[rank])
     result = getattr(importlib.import_module(job.module), job.name)(*job.args[rank])
     if result is not None:
         unfinished = Path(job.folder, f"{rank}.returned")
@@ -366,6 +361,16 @@ def _run(job: Job, rank: int) -> None:
         unfinished.rename(Path(job.folder, f"{rank}.value"))
     while job.holds:
         signal.pause()
+
+
+def set_environment(env: Mapping[str, str]) -> None:
+    """Set variables in a process that was forked after it had imported the library."""
+    from shardmesh.mesh import settings
+
+    os.environ.update(env)
+    current = settings.settings()  # as the environment at the import says
+    for name, value in asdict(settings.from_environment(os.environ)).items():
+        setattr(current, name, value)
 
 
 def _end_with_parent(parent: int | None = None) -> None:

@@ -1,14 +1,15 @@
 """A pool of worker processes for tests: `pool(fn, *args) -> [fn(*args) on rank 0, 1, ...]`.
 
-Importing torch takes seconds, so the workers live as long as the test session. They share one gloo
-default group, in the environment of a launched rank. `fn` must be a top-level function of a test
-module.
+Importing torch takes seconds, so one process imports it and forks the workers, which live as long
+as the test session. They share one gloo default group, in the environment of a launched rank. `fn`
+must be a top-level function of a test module.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing as mp
 import os
 import pickle
@@ -20,11 +21,14 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -33,6 +37,7 @@ from shardmesh.mesh.launch.child_process import end_with_parent, pickled_excepti
 from shardmesh.mesh.launch.local_processes import _shared_environment, _spawning
 from shardmesh.mesh.monitor.recording.cleanup import remove_jobs_of
 from tests import device
+from tests.forked import set_environment
 
 T = TypeVar("T")
 
@@ -40,6 +45,20 @@ CALL_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 100.0
 _ATTEMPTS = 3  # to connect to the other ranks
 _SETTLE_S = 3.0  # time limit of the other ranks after one rank failed
+
+
+def fork_context(*modules: str) -> ForkServerContext:
+    """Return a context whose processes are forked from one that has imported these modules, and
+    has one thread; the modules of the first call in this process. Not for processes that use CUDA.
+    """
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["pytest", *modules])
+    # The server inherits the environment at its start; it uses no CUDA.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        forkserver.ensure_running()
+    return context
 
 
 class WorkerError(RuntimeError):
@@ -125,21 +144,25 @@ class Pool:
     def _start_worker(self, rank: int) -> None:
         assert self.store
         assert self.folder
-        context = mp.get_context("spawn")
+        is_on_cpu = self.device == "cpu"
+        context: Any = (
+            fork_context(__name__, "torch._dynamo") if is_on_cpu else mp.get_context("spawn")
+        )
         own_pipe, worker_pipe = context.Pipe()
         stacks = Path(self.folder.name) / str(rank)
-        process = context.Process(
-            target=_serve,
-            args=(os.getpid(), worker_pipe, str(stacks)),
-            name=f"pool{self.size}-{rank}",
-        )
         environment = self.environment | {
             "RANK": str(rank),
             # Gloo ranks can share an accelerator.
-            "LOCAL_RANK": str(rank if self.device == "cpu" else 0),
+            "LOCAL_RANK": str(rank if is_on_cpu else 0),
             device.VARIABLE: self.device,
+            "OMP_NUM_THREADS": "1",
         }
-        with _spawning(environment | {"OMP_NUM_THREADS": "1"}):
+        process = context.Process(
+            target=_serve,
+            args=(environment, worker_pipe, str(stacks)),
+            name=f"pool{self.size}-{rank}",
+        )
+        with _spawning(environment):
             process.start()
             self.workers.append(Worker(process, own_pipe, stacks))
         worker_pipe.close()
@@ -219,9 +242,11 @@ def _raise_first(replies: list[Reply]) -> None:
 # ---------------------------------------------------------------------------------- inside a worker
 
 
-def _serve(parent: int, pipe: Connection, stacks: str) -> None:
+def _serve(environment: dict[str, str], pipe: Connection, stacks: str) -> None:
     """Run a worker: reply once when ready, then once per call."""
-    end_with_parent(parent)
+    end_with_parent(os.getppid())  # the fork server, which ends with the test process
+    gc.freeze()  # what was imported: a collection would copy the memory of the server
+    set_environment(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=True)  # noqa: SIM115 - stays open
     warnings.filterwarnings("error", module=r"(shardmesh|tests)(\.|$)")

@@ -12,7 +12,6 @@ ranks than cores.
 from __future__ import annotations
 
 import mmap
-import multiprocessing as mp
 import os
 import pickle
 import tempfile
@@ -26,10 +25,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from shardmesh.kernels.symmetric import MAX_PROGRAMS, PAD_BYTES, Peers, SymmetricMemoryError
+from tests.pool import fork_context
 
 MAX_RANKS = 8  # per group
 LIMIT_S = 100.0  # far more than a call takes, even on a busy machine
@@ -79,23 +78,16 @@ class Workers:
         return [replies[pipe] for pipe in self.pipes[: len(calls)]]
 
     def _start(self) -> None:
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(
-            [__name__, "pytest", "shardmesh.kernels.symmetric.symmetric_triton"]
-        )
-        # The fork server inherits the environment at its start.
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TRITON_INTERPRET", "1")
-            patch.setenv("OMP_NUM_THREADS", "1")
-            for rank in range(MAX_RANKS):
-                own_pipe, worker_pipe = context.Pipe()
-                process = context.Process(
-                    target=_serve, args=(worker_pipe, rank), name=f"shared-{rank}", daemon=True
-                )
-                process.start()
-                worker_pipe.close()
-                self.processes.append(process)
-                self.pipes.append(own_pipe)
+        context = fork_context(__name__, "shardmesh.kernels.symmetric.symmetric_triton")
+        for rank in range(MAX_RANKS):
+            own_pipe, worker_pipe = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(worker_pipe, rank), name=f"shared-{rank}", daemon=True
+            )
+            process.start()
+            worker_pipe.close()
+            self.processes.append(process)
+            self.pipes.append(own_pipe)
 
     def close(self) -> None:
         for process in self.processes:
