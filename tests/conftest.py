@@ -88,9 +88,10 @@ def world_of_simulated_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Keep millions of objects of modules and collected tests out of every later garbage
-    collection, which would take seconds.
+    collection, which would take seconds; of those that tests import, in all but a few collections.
     """
     gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
     gc.enable()
 
 
