@@ -60,7 +60,7 @@ from .state.guard import Guard
 from .state.slots import GradSlot, slots_of
 from .state.snapshot import Snapshot
 
-_RECORDINGS = 8  # of one function; with more it runs eagerly
+_RECORDINGS = 8  # of one function; further calls run eagerly
 _WRITES_TO_LEAF = "a leaf Variable that requires grad is being used in an in-place operation"
 _ATTEMPTS = 3  # recordings in a row that were dropped
 
@@ -81,6 +81,7 @@ class JoinedFunction:
         modules: all modules whose parameters and buffers it uses.
         entries: for each signature the recordings, the newest last.
         broken: why it has no graph; None as long as it may have one.
+        limit: why calls without a recording are not recorded; None as long as they are.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class JoinedFunction:
         self.modules = list(dict.fromkeys(x for module in modules for x in module.modules()))
         self.entries: dict[Any, Recordings] = {}
         self.broken: str | None = None
+        self.limit: str | None = None
         self._pending: weakref.ref[_RecordedCall] | None = None
         self._dropped = 0
 
@@ -127,9 +129,11 @@ class JoinedFunction:
         if self._pending is not None and self._pending() is not None:
             return self._f(*args, **kwargs)  # a recording waits for its backward
         if len(self.recordings) >= _RECORDINGS:
-            self.broken = (
+            self.limit = (
                 f"{self.name} was recorded {_RECORDINGS} times: its arguments or its state change"
             )
+            if self.modules:  # one inside may have a state that does not change
+                self.broken = self.limit
             return self._f(*args, **kwargs)
         return self._record(leaves, count, tree, entries, world)
 

@@ -65,6 +65,7 @@ class CallsWithHistory:
         self._name, self._joined, self._parts = name, joined, parts
         self._fullgraph, self._is_shown = fullgraph, is_shown
         self._runners: dict[Any, JoinedFunction | Parts | str] = {}
+        self._limits: set[str] = set()  # those that were logged
 
     @property
     def functions(self) -> list[JoinedFunction]:
@@ -102,6 +103,10 @@ class CallsWithHistory:
             if self._is_shown:
                 names = ", ".join(one.name for one in parts.joined.values())
                 log_break(self._name, reason, f"with graphs of {names}" if names else "")
+        limit = runner.limit if isinstance(runner, JoinedFunction) else None
+        if limit is not None and self._is_shown and limit not in self._limits:
+            self._limits.add(limit)
+            log_break(self._name, limit, "but for calls that have a graph")
         return runner
 
     def _new_runner(

@@ -199,15 +199,15 @@ def test_recordings_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
     f = sm.jit(lambda y, n: y.square().sum() * n, static_argnums=1, backend="eager")
     model = nn.Linear(6, 6)
     with caplog.at_level(logging.WARNING, "shardmesh"):
-        for rows in range(1, 13):
+        for rows in (*range(1, 13), *range(1, 13)):
             f(model(torch.ones(rows, 6)), 1).backward()
-    assert not f.recorded  # nor is memory held for those of before
+    assert (len(f.recorded), runs_of(f)) == (8, 8)
     (line,) = eager_lines(caplog)
-    assert "was recorded 8 times" in line
+    assert "runs eagerly, but for calls that have a graph: <lambda> was recorded 8 times" in line
     with caplog.at_level(logging.WARNING, "shardmesh"):
         for n in range(2, 14):
             f(model(X), n).backward()
-    assert len(f.recorded) == 7
+    assert len(f.recorded) == 15
     assert "8 other structures or static values" in eager_lines(caplog)[-1]
 
 
@@ -330,6 +330,34 @@ def test_a_module_does_not_return_views_of_its_arguments() -> None:
         sm.jit(nn.Flatten(), backend="eager", fullgraph=True)(
             torch.ones(2, 3, 2, requires_grad=True)
         )
+
+
+def test_several_results_of_several_calls_before_a_backward() -> None:
+    """As functions that each layer of a model calls; one result is the argument itself."""
+
+    def step_of(x: Tensor, past: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        y = (x * past["scale"]).tanh()
+        return y, {"norm": y.detach().norm(), "sum": y.sum()}, x
+
+    def use(f: Callable[..., Any]) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, values = nn.Linear(6, 6), []
+        for i in range(3):
+            x, total = model(X + i), torch.zeros(())
+            x.register_hook(values.append)
+            for scale in (x.detach() + 2, x, x.detach() + 3):
+                before = x
+                x, sums, same = f(x, {"scale": scale})
+                assert same is before
+                total = total + sums["sum"]
+                values.append(sums["norm"])
+            (total + x.square().sum()).backward()
+            values += [total.detach(), *gradients(model)]
+        return values
+
+    jitted = sm.jit(step_of, backend="eager", fullgraph=True)
+    assert equal(use(jitted), use(step_of))
+    assert runs_of(jitted) >= 5
 
 
 def test_leaves_and_modules_outside_are_inputs() -> None:
