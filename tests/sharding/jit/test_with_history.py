@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 import shardmesh as sm
 from shardmesh import P
 from shardmesh.errors import JitError
-from shardmesh.mesh.comm.current_world import current_world
 from tests.device import DEVICE
 from tests.sharding.parallel.compositions import whole
 from tests.sharding.ranks import collectives, launched
@@ -96,8 +95,8 @@ def _train_and_evaluate(
         lengths: numbers of rows by step and rank.
         reads: whether the loss reads a value, by step and rank, which is a break.
     """
-    world = current_world()
     mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("dp",))
+    rank = mesh.get_rank()
     torch.manual_seed(0)
     model = nn.Linear(6, 6).to(DEVICE)
     sm.parallel.data_parallel(model, mesh)
@@ -112,8 +111,8 @@ def _train_and_evaluate(
     f: Any = sm.jit(loss_of, backend="eager") if jit else loss_of
     values, ops = [], []
     for i, by_rank in enumerate(lengths):
-        rows = X.repeat(3, 1)[: by_rank[world.rank]].to(DEVICE) + i
-        state["reads"] = reads(i, world.rank)
+        rows = X.repeat(3, 1)[: by_rank[rank]].to(DEVICE) + i
+        state["reads"] = reads(i, rank)
         outputs = model(rows)
         with collectives() as records:
             loss = f(outputs)
@@ -443,7 +442,6 @@ def _train(form: str, jit: bool) -> tuple[list[Tensor], int]:
         form: "rows" of each rank under `fully_shard`; "sharded" inputs and labels, tensor parallel;
             "both".
     """
-    world = current_world()
     shape, names = ((2, 2), ("dp", "tp")) if form == "both" else ((2,), ("dp",))
     mesh = sm.init_device_mesh(DEVICE, shape, axis_names=names)
     torch.manual_seed(0)
@@ -472,7 +470,7 @@ def _train(form: str, jit: bool) -> tuple[list[Tensor], int]:
                 ids = sm.device_put(ids, mesh, P("dp"))
                 labels = sm.device_put(labels, mesh, P("dp"))
             elif form == "rows":
-                ids, labels = ids.chunk(2)[world.rank], labels.chunk(2)[world.rank]
+                ids, labels = ids.chunk(2)[mesh.get_rank()], labels.chunk(2)[mesh.get_rank()]
             micro_batches.append((ids, labels))
         count = sum(int((labels != -100).sum()) for _, labels in micro_batches)
         for ids, labels in micro_batches:
