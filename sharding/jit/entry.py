@@ -23,15 +23,18 @@ from .selection import Prologue
 from .state.differences import changed_gradient, changed_tensor, facts_of
 from .state.guard import Guard
 from .state.holders import PLAIN
-from .state.slots import empty_slots, signature
-
-_ALL_NONE = frozenset({type(None)})
+from .state.slots import emptiness_of, signature
 
 
 class Static(NamedTuple):
-    """A static argument: a constant of the graph."""
+    """A static argument: a constant of the graph.
+
+    Attributes:
+        kind: its class: 1, 1.0 and True are other constants.
+    """
 
     value: Any
+    kind: type
 
 
 class Entry:
@@ -74,7 +77,7 @@ class Entry:
         guard.leave_out(self._by_reference)
         self._written = written_inputs(recording.program.graph)
         self._gate: list[Tensor] | None = None
-        self._fixed = empty_slots(recording.slots, signatures)
+        self._are_empty = emptiness_of(recording.slots, signatures)
 
     def _overlaps(self, leaves: Sequence[Any]) -> list[Any]:
         """Return which tensors among the arguments share memory with state of the function.
@@ -92,10 +95,8 @@ class Entry:
 
         Fast path: all were None.
         """
-        if self._fixed is not None:
-            return all(
-                _ALL_NONE.issuperset(map(type, map(get, owners))) for get, owners in self._fixed
-            )
+        if self._are_empty is not None:
+            return self._are_empty()
         return [signature(slot.get(leaves)) for slot in self.recording.slots] == self._signatures
 
     def change(self, leaves: Sequence[Any]) -> str | None:

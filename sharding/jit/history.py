@@ -122,7 +122,7 @@ def with_known_numbers(results: Sequence[Any]) -> list[Any]:
             return history.gradients([x for x, _ in pairs], [g for _, g in pairs])
 
     inputs = [leaves[i] for i in history.slots]
-    joined = Join.apply(backward, (), [x.detach() for x in outputs], *inputs)
+    joined = join(backward, (), [x.detach() for x in outputs], inputs)
     for i, x in zip(at, joined, strict=True):
         flat[i] = with_part(flat[i], x)
     return flat
@@ -130,6 +130,22 @@ def with_known_numbers(results: Sequence[Any]) -> list[Any]:
 
 def _local(x: Any) -> Tensor:
     return x._local if isinstance(x, ShardedTensor) else x
+
+
+def join(
+    backward: Callable[[Sequence[Any], Sequence[Any]], list[Any]],
+    saved: Sequence[Any],
+    results: list[Tensor],
+    inputs: Sequence[Tensor],
+) -> tuple[Tensor, ...]:
+    """Return results whose history is one node with these inputs; see `Join`.
+
+    They have one in each grad mode: a function may turn gradients on inside of `torch.no_grad()`.
+    """
+    if torch.is_grad_enabled():
+        return Join.apply(backward, saved, results, *inputs)
+    with torch.enable_grad():
+        return Join.apply(backward, saved, results, *inputs)
 
 
 class Join(torch.autograd.Function):

@@ -45,6 +45,7 @@ from .selection import FULL, MOST, RECORD, RUN, Peers, Recordings, Selected
 from .state.differences import Reasons, leaf_names, texts_of
 from .state.guard import Guard
 from .state.snapshot import Snapshot
+from .with_history import CallsWithHistory
 
 _log = logging.getLogger(__name__)
 _ATTEMPTS = 3  # calls in a row whose recordings are dropped before that is an error
@@ -69,15 +70,22 @@ class _OfWorld:
         attempts: for each signature how many recordings in a row were dropped.
         outside: signatures whose results a backward outside of the function has used, the least
             recently used first; functions of the arguments that are not static.
+        with_history: what runs calls whose arguments have a gradient history.
         parts: the modules whose calls are graphs, if the function is none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, with_history: CallsWithHistory) -> None:
+        self.with_history = with_history
         self.entries: dict[Any, Recordings] = {}
         self.attempts: dict[Any, int] = {}
         self.outside: dict[Any, JoinedFunction] = {}
         self.parts: Parts | None = None
         self._peers: dict[Any, Peers] = {}
+
+    @property
+    def all_parts(self) -> list[Parts]:
+        """The parts of calls with and without a gradient history."""
+        return [*([] if self.parts is None else [self.parts]), *self.with_history.parts]
 
     def peers_of(self, leaves: Sequence[Any]) -> Peers:
         """Return the ranks that record together with this one where these are the arguments.
@@ -123,7 +131,7 @@ class JitFunction:
         self._states: weakref.WeakKeyDictionary[World, _OfWorld] = weakref.WeakKeyDictionary()
         self._reasons = Reasons(f)
         self._hyperparameters = Hyperparameters()
-        self._is_history_noted = False
+        self._history_reasons: set[str] = set()  # those that were logged
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
@@ -141,28 +149,23 @@ class JitFunction:
         parts_of_leaves = local_parts(leaves)
         if _is_inside(world):
             return self._call(tree, leaves)
-        if any(map(_has_history, parts_of_leaves)):
-            if not (world.rank or self._is_history_noted):
-                self._note_history(leaves, tree)
-            return self._call(tree, leaves)
-        key = (tree, *key_of(leaves, parts_of_leaves))
         state = self._states.get(world)
         if state is None:
-            state = self._states[world] = _OfWorld()
+            state = self._states[world] = self._new_state(world)
             world.dependents.add(self)
+        if any(map(_has_history, parts_of_leaves)):
+            return self._call_with_history(leaves, tree, state, world)
+        key = (tree, *key_of(leaves, parts_of_leaves))
         if state.outside and key in state.outside:
             function = state.outside[key] = state.outside.pop(key)
             return function(*[x for x in leaves if type(x) is not Static])
         if engine_hooks.current_backward() != -1:  # a recomputation; its forward was eager, too
             return self._call(tree, leaves)
+        # The least recently used signature comes first, and is dropped first: recording takes
+        # seconds.
         by_key = state.entries
-        try:
-            # The least recently used signature comes first, and is dropped first: recording takes
-            # seconds.
-            entries = by_key.pop(key, None)
-            by_key[key] = entries = Recordings() if entries is None else entries
-        except TypeError as error:
-            raise TypeError(f"{self!r}: static arguments must be hashable, {error}") from None
+        entries = by_key.pop(key, None)
+        by_key[key] = entries = Recordings() if entries is None else entries
         if len(by_key) > _SIGNATURES:
             del by_key[next(iter(by_key))]
         peers = entries.peers
@@ -209,12 +212,14 @@ class JitFunction:
     def recorded(self) -> list[CompiledGraph]:
         """The graphs that this rank's calls have made, with the passes applied."""
         world = current_world()
-        state = self._states.get(world) or _OfWorld()
-        entries = [*itertools.chain.from_iterable(state.entries.values())]
-        if state.parts is not None:
-            entries += state.parts.entries()
-        for function in state.outside.values():
-            entries += function.recordings
+        state = self._states.get(world)
+        entries: list[Any] = []
+        if state is not None:
+            entries += itertools.chain.from_iterable(state.entries.values())
+            for parts in state.all_parts:
+                entries += parts.entries()
+            for function in (*state.outside.values(), *state.with_history.functions):
+                entries += function.recordings
         return [
             CompiledGraph(entry.recording.program, world, {}, None, self, entry)
             for entry in entries
@@ -227,8 +232,8 @@ class JitFunction:
         Empty where the whole function is one graph.
         """
         state = self._states.get(current_world())
-        parts = None if state is None else state.parts
-        return {} if parts is None else {m: one.name for m, one in parts.joined.items()}
+        all_parts = [] if state is None else state.all_parts
+        return {m: one.name for parts in all_parts for m, one in parts.joined.items()}
 
     @property
     def __wrapped_function__(self) -> Callable[..., Any]:
@@ -246,9 +251,32 @@ class JitFunction:
         numbers, names = self._static
         if not numbers and not names:
             return flatten((args, kwargs))
-        args = tuple([Static(x) if i in numbers else x for i, x in enumerate(args)])
-        kwargs = {name: Static(x) if name in names else x for name, x in kwargs.items()}
+        args = tuple([self._static_of(i, x) if i in numbers else x for i, x in enumerate(args)])
+        kwargs = {
+            name: self._static_of(name, x) if name in names else x for name, x in kwargs.items()
+        }
         return pytree.tree_flatten((args, kwargs), is_leaf=lambda x: type(x) is Static)
+
+    def _static_of(self, place: int | str, x: Any) -> Static:
+        """Return a static argument.
+
+        Args:
+            place: its position, or its name.
+
+        Raises: TypeError if it cannot be hashed.
+        """
+        try:
+            hash(x)
+        except TypeError as error:
+            if isinstance(place, int):
+                parameters = list(inspect.signature(self._f).parameters)
+                place = parameters[place] if place < len(parameters) else f"args[{place}]"
+            raise TypeError(
+                f"{self!r}: the static argument {place} is a {type(x).__name__} that cannot be "
+                f"hashed ({error}); pass a tuple, a string or a number, or leave {place} out of "
+                "the static arguments"
+            ) from None
+        return Static(x, type(x))
 
     def _call(self, tree: Any, leaves: Sequence[Any]) -> Any:
         args, kwargs = _unflatten_arguments(tree, leaves)
@@ -321,9 +349,35 @@ class JitFunction:
         result = self._call(tree, leaves)
         return without_history(result, lambda: self._snapshot(leaves, tree))
 
-    def _note_history(self, leaves: Sequence[Any], tree: Any) -> None:
-        """Log which argument has a gradient history: such calls run eagerly."""
-        self._is_history_noted = True
+    def _new_state(self, world: World) -> _OfWorld:
+        def parts(modules: Sequence[nn.Module]) -> Parts:
+            return Parts(
+                modules, lambda: self.backend, not world.rank, check_state=self._check_state
+            )
+
+        with_history = CallsWithHistory(
+            self._name, self._joined, parts, self._fullgraph, not world.rank
+        )
+        return _OfWorld(with_history)
+
+    def _call_with_history(
+        self, leaves: Sequence[Any], tree: Any, state: _OfWorld, world: World
+    ) -> Any:
+        """Run a call one of whose arguments has a gradient history."""
+        look = functools.partial(self._snapshot, leaves, tree)
+        runner = state.with_history.runner_of(tree, leaves, look)
+        if isinstance(runner, JoinedFunction):
+            return runner(*[x for x in leaves if type(x) is not Static])
+        if isinstance(runner, Parts):
+            with runner.running():
+                return self._call(tree, leaves)
+        if runner and not (world.rank or runner in self._history_reasons):
+            self._note_history(leaves, tree, runner)
+        return self._call(tree, leaves)
+
+    def _note_history(self, leaves: Sequence[Any], tree: Any, why: str) -> None:
+        """Log that a call runs eagerly, and which argument has a gradient history."""
+        self._history_reasons.add(why)
         names = leaf_names(self._f, tree, len(leaves))
         name = next(
             name
@@ -331,8 +385,8 @@ class JitFunction:
             if isinstance(x, Tensor) and _has_history(local_of(x))
         )
         reason = (
-            f"{name} has a gradient history, as have outputs of a model; detach it, or put sm.jit "
-            "around the model and this function together, such as the whole step"
+            f"{name} has a gradient history, as have outputs of a model, and {why}; detach it, or "
+            "put sm.jit around the model and this function together, such as the whole step"
         )
         log_break(self._name, reason, "")
 
@@ -488,15 +542,26 @@ class JitFunction:
             del state.outside[first]
             state.entries.pop(first, None)
         tree, _, leaf_keys, _ = key
+        state.outside[key] = self._joined(tree, leaf_keys, snapshot.modules)
+
+    def _joined(
+        self, tree: Any, leaf_keys: Sequence[Any], modules: Sequence[nn.Module]
+    ) -> JoinedFunction:
+        """Return the function as two programs, of the arguments that are not static.
+
+        Args:
+            tree: the structure of the arguments.
+            leaf_keys: for each leaf of the arguments a `Static`, or something else.
+        """
         static = [x.value for x in leaf_keys if type(x) is Static]
 
         def call(*leaves: Any) -> Any:
             rest = iter(leaves)
             return self._call(tree, [x if type(x) is Static else next(rest) for x in leaf_keys])
 
-        state.outside[key] = JoinedFunction(
+        return JoinedFunction(
             call,
-            snapshot.modules,
+            modules,
             lambda: self.backend,
             self._name,
             self._fullgraph,
@@ -657,9 +722,9 @@ def jit(
             `model.eval()`, or after a closure variable was assigned, runs the old graph, silently.
 
     Returns:
-        The function, or for a module one whose calls are graphs. `backward` through a function's
-        result raises if `f` calls `backward` itself, or if nobody has called it through the result
-        of the first call. A call one of whose arguments has a gradient history runs eagerly.
+        The function, or for a module one whose calls are graphs. Where no argument has a gradient
+        history, `backward` through a function's result raises if `f` calls `backward` itself, or if
+        nobody has called it through the result of the first call.
 
     Raises:
         JitError: in a call, if `f` reads the value of a tensor, changes Python state in every call,

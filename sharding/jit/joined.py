@@ -47,7 +47,7 @@ from .backends.segments import Backend
 from .draws import Draw
 from .entry import Entry, key_of, value_of
 from .errors import JitError
-from .history import History, Join, WithoutTraced
+from .history import History, WithoutTraced, join
 from .passes.dead_code import clean
 from .passes.hoist_reads import hoist_reads, is_movable
 from .program import Program, Runner, is_pure, run_plainly
@@ -60,7 +60,7 @@ from .state.guard import Guard
 from .state.slots import GradSlot, slots_of
 from .state.snapshot import Snapshot
 
-_RECORDINGS = 8  # of one function; with more it runs eagerly
+_RECORDINGS = 8  # of one function; further calls run eagerly
 _WRITES_TO_LEAF = "a leaf Variable that requires grad is being used in an in-place operation"
 _ATTEMPTS = 3  # recordings in a row that were dropped
 
@@ -78,8 +78,10 @@ class JoinedFunction:
         check_state: whether calls compare that state.
 
     Attributes:
+        modules: all modules whose parameters and buffers it uses.
         entries: for each signature the recordings, the newest last.
         broken: why it has no graph; None as long as it may have one.
+        limit: why calls without a recording are not recorded; None as long as they are.
     """
 
     def __init__(
@@ -95,9 +97,10 @@ class JoinedFunction:
         first_block.begin()  # recomputations know which graphs their forwards could run
         self._f, self._backend, self.name, self._fullgraph = f, backend, name, fullgraph
         self._root, self.check_state = (f if root is None else root), check_state
-        self._modules = list(dict.fromkeys(x for module in modules for x in module.modules()))
+        self.modules = list(dict.fromkeys(x for module in modules for x in module.modules()))
         self.entries: dict[Any, Recordings] = {}
         self.broken: str | None = None
+        self.limit: str | None = None
         self._pending: weakref.ref[_RecordedCall] | None = None
         self._dropped = 0
 
@@ -126,9 +129,11 @@ class JoinedFunction:
         if self._pending is not None and self._pending() is not None:
             return self._f(*args, **kwargs)  # a recording waits for its backward
         if len(self.recordings) >= _RECORDINGS:
-            self.broken = (
+            self.limit = (
                 f"{self.name} was recorded {_RECORDINGS} times: its arguments or its state change"
             )
+            if self.modules:  # one inside may have a state that does not change
+                self.broken = self.limit
             return self._f(*args, **kwargs)
         return self._record(leaves, count, tree, entries, world)
 
@@ -145,13 +150,13 @@ class JoinedFunction:
         hooks = engine_hooks.saved_tensor_hooks()
         if hooks is None or getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint":
             return False
-        return any(getattr(module, "_shardmesh_unit", None) is not None for module in self._modules)
+        return any(getattr(module, "_shardmesh_unit", None) is not None for module in self.modules)
 
     def _state(self) -> list[tuple[dict[str, Any], str]]:
         """Return where the modules hold their parameters and buffers."""
         return [
             (holder, name)
-            for module in self._modules
+            for module in self.modules
             for holder in (module._parameters, module._buffers)
             for name, value in holder.items()
             if value is not None
@@ -167,16 +172,24 @@ class JoinedFunction:
     ) -> Any:
         """Call the function and record it; its backward is recorded when that runs."""
         stand_ins = _stand_ins(leaves)
-        own = [id(d) for module in self._modules for d in (module._parameters, module._buffers)]
+        own = [id(d) for module in self.modules for d in (module._parameters, module._buffers)]
         values = [(f"args[{i}]", x) for i, x in enumerate(leaves) if not isinstance(x, Tensor)]
         look = functools.partial(Snapshot, [("f", self._root), *values], own)
         snapshot = look()
-        guard = Guard(snapshot, set())
-        recorder = GraphRecorder(world, fullgraph=self._fullgraph)
 
         def call(inputs: Sequence[Any]) -> Any:
             args, kwargs = unflatten(tree, list(inputs[:count]))
             return self._f(*args, **kwargs)
+
+        history = _history_outside(snapshot)
+        if history is not None:
+            self.refuse(
+                f"{history}, which {self.name} reaches, has a gradient history of its own, in "
+                "which its arguments may be; pass it as an argument, or detach it"
+            )
+            return call(leaves)
+        guard = Guard(snapshot, set())
+        recorder = GraphRecorder(world, fullgraph=self._fullgraph)
 
         saved = _SavedTensors(recorder)
         try:
@@ -194,9 +207,19 @@ class JoinedFunction:
                 "whose result is differentiated outside would lose the gradients of its inputs and "
                 "parameters; use torch.autograd.grad, or call backward() outside of it"
             )
+        is_repeatable = all(map(is_pure, recorder.builder.operators))
         recorded = _RecordedCall(
             self, recorder, leaves, stand_ins, result, saved, look, snapshot, guard, entries
         )
+        recorded.views = _views_among(recorded.flat, leaves[:count], stand_ins[:count])
+        if recorded.views:
+            self.refuse(
+                f"{self.name} returns a view of an argument that requires grad, and a write to it "
+                "would not reach the history of the argument"
+            )
+            if is_repeatable:
+                return call(leaves)
+            recorded.is_recorded = True  # there is nothing to record of its backward
         change = snapshot.change(set()) if recorder.builder.refusal is None else None
         if change is not None:
             self.drop(f"{self.name} changes Python state in every call: {change}")
@@ -288,6 +311,7 @@ class _RecordedCall:
         self._history = History([], self._inner)
         self.end_of_forward = recorder.builder.call(_end_of_forward, ())
         self.slots: list[int] = []
+        self.views: set[int] = set()  # results that are views of arguments
         self.is_recorded, self.draws = False, recorder.draws.end()
 
     def results(self) -> Any:
@@ -312,7 +336,11 @@ class _RecordedCall:
             self._history = History(outputs, self._inner)
             self.slots = self._history.slots
             inputs = [self.inputs[i] for i in self.slots]
-            joined = Join.apply(self.backward, (), [x.detach() for x in outputs], *inputs)
+            detached = [
+                _unwritable_view(x) if i in self.views else x.detach()
+                for i, x in zip(self.differentiable, outputs, strict=True)
+            ]
+            joined = join(self.backward, (), detached, inputs)
             for i, x in zip(self.differentiable, joined, strict=True):
                 flat[i] = with_part(flat[i], x)
             if builder.refusal is None and not self.is_recorded:
@@ -519,7 +547,7 @@ class JoinedEntry(Entry):
             local_results = [local_of(results[i]) for i in self._with_history]
             inputs = [*(local_of(leaves[i]) for i in self.inputs), *self._others]
             inputs = [inputs[i] for i in self._slots]
-            joined = Join.apply(backward, saved, local_results, *inputs)
+            joined = join(backward, saved, local_results, inputs)
             for i, x in zip(self._with_history, joined, strict=True):
                 results[i] = with_part(results[i], x)
         return unflatten_result(self.recording.tree, results)
@@ -641,9 +669,47 @@ def _end_of_forward() -> None:
     """Separate forward from backward, as the target of a node."""
 
 
+def _history_outside(snapshot: Snapshot) -> str | None:
+    """Return the path of a tensor with a gradient history, None if there is none.
+
+    A gradient of the function's results, which is computed in a graph that ends at the stand-ins,
+    would go on through that history.
+    """
+    tensors = (*snapshot.tensors, *snapshot.sharded)
+    return next((path for x, path in tensors if local_of(x).grad_fn is not None), None)
+
+
+def _views_among(
+    results: Sequence[Any], arguments: Sequence[Any], stand_ins: Sequence[Any]
+) -> set[int]:
+    """Return which results with a history have the memory of stand-ins for arguments."""
+    replaced = [y for x, y in zip(arguments, stand_ins, strict=True) if x is not y]
+    memory = {local_of(y).untyped_storage()._cdata for y in replaced}
+    same = set(map(id, replaced))
+    return {
+        i
+        for i, x in enumerate(results)
+        if isinstance(x, Tensor) and id(x) not in same and local_of(x).requires_grad
+        if local_of(x).untyped_storage()._cdata in memory
+    }
+
+
+def _unwritable_view(x: Tensor) -> Tensor:
+    """Return a tensor with the same values and no history; writing to it in place raises.
+
+    Torch refuses writes to what a custom function returns and is a view.
+    """
+    with torch.no_grad():
+        y = x.detach()
+        return y.view_as(y)
+
+
 def _stand_ins(leaves: Sequence[Any]) -> list[Any]:
-    """Return in place of each tensor that requires grad one with the same values and no history."""
-    if not torch.is_grad_enabled():
+    """Return in place of each tensor that requires grad one with the same values and no history.
+
+    Also where grad mode is off: the function may turn it on.
+    """
+    if torch.is_inference_mode_enabled():
         return list(leaves)
     by_id: dict[int, Any] = {}
     for x in leaves:

@@ -184,7 +184,7 @@ def _part_text(part: str, name: str) -> str:
 def _kind(key: Any) -> str:
     if key is float:
         return "float"
-    if getattr(key, "_fields", ()) == ("value",):
+    if getattr(key, "_fields", ()) == ("value", "kind"):
         return "a static argument"
     if isinstance(key[0], Layout):
         return "a ShardedTensor"

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...tensor.sharded_tensor import ShardedTensor
 
+_ALL_NONE = frozenset({type(None)})
 _ATTRIBUTES = ("_reduced_grad", "_accumulated_grad")
 
 
@@ -63,10 +64,8 @@ def signature(value: Any) -> Any:
     return value.shape, value.stride(), value.dtype, value.requires_grad
 
 
-def empty_slots(
-    slots: Sequence[GradSlot], signatures: Sequence[Any]
-) -> list[tuple[Callable[[Any], Any], list[Any]]] | None:
-    """Return the owners of slots by attribute, if all slots are empty.
+def emptiness_of(slots: Sequence[GradSlot], signatures: Sequence[Any]) -> Callable[[], bool] | None:
+    """Return a function that tells whether slots, which are all empty, still are.
 
     None if a slot had a value, or if an owner is an argument.
     """
@@ -75,4 +74,13 @@ def empty_slots(
     by_name: dict[str, list[Any]] = {}
     for slot in slots:
         by_name.setdefault(slot.name, []).append(slot.fixed)
-    return [(attrgetter(name), owners) for name, owners in by_name.items()]
+    leaves = by_name.pop("grad", [])
+    others = [(attrgetter(name), owners) for name, owners in by_name.items()]
+
+    def are_empty() -> bool:
+        for x in leaves:
+            if x.grad is not None:
+                return False
+        return all(_ALL_NONE.issuperset(map(type, map(get, owners))) for get, owners in others)
+
+    return are_empty

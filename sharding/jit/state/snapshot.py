@@ -111,6 +111,7 @@ class Snapshot:
         numbers: hyperparameters, as dicts and keys.
         meshes: the meshes.
         modules: the modules.
+        functions: the program's functions.
         iterators: iterators, their paths, and where they were.
     """
 
@@ -142,7 +143,7 @@ class Snapshot:
         self.modules: list[torch.nn.Module] = []
         self.iterators: list[tuple[str, Any, Any]] = []
         self._containers: dict[int, Holder] = {}
-        self._functions: list[types.FunctionType] = []
+        self.functions: list[types.FunctionType] = []
         self._instances: list[Any] = []
         self._getters: list[operator.attrgetter[Any] | operator.methodcaller] = []
         self._ways_to_called = 0
@@ -213,9 +214,9 @@ class Snapshot:
             ]
             for code in {f.__code__ for f in methods if isinstance(f, types.FunctionType)}:
                 selves.setdefault(code, []).append(x)
-        assigned = frozenset[str]().union(*(assigned_by(f.__code__) for f in self._functions))
+        assigned = frozenset[str]().union(*(assigned_by(f.__code__) for f in self.functions))
         names: set[Name] = set()
-        for f in self._functions:
+        for f in self.functions:
             values = self._values_of_parameters(f, selves.get(f.__code__, ()))
             names |= names_of(f, values, assigned)
         paths = [path for getter in self._getters for path in _paths_of(getter)]
@@ -412,7 +413,7 @@ class Snapshot:
         )
         if f.__dict__:
             self._hold(f"{inside} attributes", functools.partial(items, f.__dict__), f.__dict__)
-        self._functions.append(f)
+        self.functions.append(f)
         names = sorted({name for code in codes(f.__code__) for name in code.co_names})
         known = globals_of(f.__code__)
         if "globals" in names:  # globals()["scale"]

@@ -373,62 +373,6 @@ def test_signatures_that_are_two_programs_are_bounded(monkeypatch: pytest.Monkey
     assert [key[2][1] for key in state.outside] == [(int, 2), (int, 3)]
 
 
-@pytest.mark.parametrize("is_recomputed", [False, True])
-def test_a_loss_function_of_outputs_of_a_model(
-    is_recomputed: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its argument has a gradient history, so each call is eager; the log says so once."""
-
-    def loss_of(outputs: Tensor, target: Tensor, scale: float) -> Tensor:
-        return (outputs - target).tanh().square().sum() * scale
-
-    def use(f: Callable[..., Tensor]) -> list[Tensor]:
-        torch.manual_seed(0)
-        model, values = nn.Linear(6, 6), []
-        for i in range(3):
-            outputs = model(X)
-            if is_recomputed:
-                loss: Any = checkpoint(f, outputs, X * i, 0.5 * i, use_reentrant=False)
-            else:
-                loss = f(outputs, X * i, 0.5 * i)
-            with torch.no_grad():
-                values.append(f(outputs, X, 0.5))  # no gradient flows here
-            loss.backward()
-            values += [loss.detach(), *gradients(model)]
-        return values
-
-    jitted = sm.jit(loss_of, backend="eager")
-    with caplog.at_level(logging.WARNING, "shardmesh"):
-        for value, expected in zip(use(jitted), use(loss_of), strict=True):
-            assert torch.equal(value, expected)
-    assert not jitted.recorded
-    (line,) = [x.message for x in caplog.records if "runs eagerly" in x.message]
-    assert "loss_of runs eagerly: outputs has a gradient history" in line
-    for _ in range(2):
-        jitted(X, X, 0.5)  # a graph
-    assert len(jitted.recorded) == 1
-
-
-@pytest.mark.parametrize("grad_mode", [torch.no_grad, torch.enable_grad])
-def test_a_backward_that_goes_on_through_an_argument(grad_mode: Callable[[], Any]) -> None:
-    """The function may turn gradients on itself."""
-
-    @sm.jit(backend="eager")
-    def step(x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            loss = x.square().sum()
-            loss.backward()
-        return loss.detach()
-
-    for i in range(3):
-        x = torch.full((2,), float(i), requires_grad=True)
-        y = x * 2
-        with grad_mode():
-            assert step(y) == 8 * i * i
-        assert x.grad is not None
-        assert x.grad.tolist() == [8.0 * i] * 2
-
-
 def test_a_module_that_calls_backward_itself() -> None:
     """Its parameters are not those that the recording has in their place."""
 

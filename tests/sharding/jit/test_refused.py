@@ -304,8 +304,21 @@ def test_shapes_that_do_not() -> None:
 
 
 def test_a_static_argument_that_cannot_be_hashed() -> None:
-    with pytest.raises(TypeError, match="static arguments must be hashable"):
-        sm.jit(lambda x, n: x, static_argnums=1, backend="eager", fullgraph=True)(X, [])
+    """Also where another argument has a gradient history, and after a call that was recorded."""
+    f = sm.jit(lambda x, sizes: x.sum(), static_argnums=1, backend="eager", fullgraph=True)
+    f(X.clone().requires_grad_(), (1,)).backward()
+    for x in (X, X.clone().requires_grad_(), X.clone().requires_grad_() * 2):
+        for call in (lambda: f(x, [1]), lambda: f(x, sizes=([],))):  # noqa: B023
+            with pytest.raises(TypeError, match=r"static argument sizes is a (list|tuple) that"):
+                call()
+
+
+def test_static_arguments_that_are_equal_and_of_other_classes() -> None:
+    f = sm.jit(lambda x, n: x * n, static_argnums=1, backend="eager")
+    for _ in range(2):
+        for n in (1, 1.0, True):
+            assert f(torch.ones(2, dtype=torch.int64), n).dtype is (torch.ones(1).long() * n).dtype
+    assert len(f.recorded) == 3
 
 
 def test_a_gradient_scaler() -> None:
