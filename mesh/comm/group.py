@@ -351,7 +351,8 @@ class Group(RecordedGroup, ABC):
         """
         check_pair("send", x, x)
         self._check_message("send", dst)
-        begun = self._begin("permute", "", x.dtype, -1, x.nbytes, 0, tag, route_of(dst, None))
+        route = route_of(dst, None)
+        begun = self._begin("permute", "", x.dtype, -1, x.nbytes, 0, tag, route, is_message=True)
         return _end_after(self._send(x, dst), begun, x) or DONE
 
     def receive(self, out: Tensor, src: int, *, tag: CommTag | None = None) -> Work:
@@ -372,7 +373,10 @@ class Group(RecordedGroup, ABC):
         """
         check_pair("receive", out, out)
         self._check_message("receive", src)
-        begun = self._begin("permute", "", out.dtype, -1, 0, out.nbytes, tag, route_of(None, src))
+        route = route_of(None, src)
+        begun = self._begin(
+            "permute", "", out.dtype, -1, 0, out.nbytes, tag, route, is_message=True
+        )
         return _end_after(self._receive(out, src), begun, out, in_place=True) or DONE
 
     def _check_message(self, op: str, peer: int) -> None:
@@ -450,6 +454,7 @@ class Group(RecordedGroup, ABC):
         received: int,
         tag: CommTag | None,
         route: int = 0,
+        is_message: bool = False,
     ) -> _Begun | None:
         """Record a collective and notify the observers; the result is for `_end_after`.
 
@@ -466,7 +471,8 @@ class Group(RecordedGroup, ABC):
         if recorder.caller and recorder.caller != thread:
             check_left(self, recorder.caller, op, _CALLS)
         recorder.caller = thread
-        return recorder, recorder.enter(op, how, dtype, size, sent, received, tag, route), over
+        number = recorder.enter(op, how, dtype, size, sent, received, tag, route, is_message)
+        return recorder, number, over
 
     def _new_recorder(self) -> Recorder:
         monitor = self.world.monitor

@@ -338,10 +338,7 @@ class ProcessGroup(Group):
         if x.device.type != "cpu":
             return False
         if self._broadcasts_messages is None:
-            handle = self._channel_for(x.device)
-            # with TORCH_DISTRIBUTED_DEBUG=DETAIL collectives wait for all ranks when they begin
-            is_detailed = dist.get_debug_level() is dist.DebugLevel.DETAIL
-            self._broadcasts_messages = _is_gloo(handle, x.device) and not is_detailed
+            self._broadcasts_messages = _is_gloo(self._channel_for(x.device), x.device)
         return self._broadcasts_messages
 
     def _broadcast_message(self, x: Tensor, src: int) -> Work | None:
@@ -349,7 +346,7 @@ class ProcessGroup(Group):
             return DONE
         if x.dtype not in dtype_encoding.NATIVE or x.is_neg():
             x = dtype_encoding.as_bytes(x)
-        return self._start(calls.broadcast, (x,), True, x, src, kind=MonitoredMessage)
+        return self._start(calls.broadcast_message, (x,), True, x, src, kind=MonitoredMessage)
 
     def _connect(self, handle: dist.ProcessGroup, x: Tensor) -> None:
         """Run one collective of all ranks before the first message.

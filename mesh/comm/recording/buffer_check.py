@@ -80,4 +80,4 @@ class Guarded(Work):
 
 
 def _bytes(x: Tensor) -> Tensor:
-    return x.detach().reshape(-1).view(torch.uint8)
+    return x.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)

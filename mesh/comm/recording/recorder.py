@@ -285,6 +285,7 @@ class Recorder:
         received: int,
         tag: CommTag | None = None,
         route: int = 0,
+        is_message: bool = False,
     ) -> int:
         """Record a collective before it moves any data; return the number of its record.
 
@@ -293,6 +294,9 @@ class Recorder:
             size: elements that must agree between ranks; -1 if they need not.
             tag: the purpose of the call, None if unknown; must agree between ranks.
             route: of a message, from and to whom, see `route_of`.
+            is_message: whether it is one message between two ranks, which may be sent long before
+                its receiver calls. It waits for nobody, also in "strict" mode: the second rank to
+                call compares before it sends or reads anything.
 
         Raises: WatchError when the job has failed, or a neighbour called something else.
         """
@@ -370,7 +374,8 @@ class Recorder:
                 other_lineage = other_words[slot + SLOT_LINEAGE]
                 if other_lineage != lineage and unlike(other_lineage, lineage):
                     monitor.waiting.wait_for_votes(self)
-            if (sequence == 0 or monitor.is_strict) and self.needs_rendezvous:
+            waits = sequence == 0 or (monitor.is_strict and not is_message)
+            if waits and self.needs_rendezvous:
                 monitor.waiting.rendezvous(self, sequence)
             elif sequence & (sequence - 1) == 0:
                 self.find_neighbours(monitor.directory)

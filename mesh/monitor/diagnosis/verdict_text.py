@@ -261,15 +261,12 @@ def deadlock(directory: JobDirectory, stuck: Sequence[tuple[int, Record]]) -> Ve
     blamed = left_the_order(buffers, {rank: record.number for rank, record in stuck})
     if not blamed and not with_messages:
         blamed = minority(parties_by(axes, axes.__getitem__))
-    seen = [
-        Observation(
-            rank,
-            f"{call_text(record.call)} over "
-            f"{_group_text(_buffer(directory, rank).group_text(record.group))}",
-            record.place,
-        )
-        for rank, record in stuck
-    ]
+    seen: list[Observation] = []
+    for rank, record in stuck:
+        buffer = _buffer(directory, rank)
+        over = _group_text(buffer.group_text(record.group))
+        text = f"{_doing(buffer)}{call_text(record.call)} over {over}"
+        seen.append(Observation(rank, text, record.place))
     seen = _blamed_first(seen, blamed)
     who = f"; {ranks_text(blamed)} left the order of the others" if blamed else ""
     said = f"ranks are blocked on each other in different groups{who}."

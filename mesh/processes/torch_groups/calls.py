@@ -82,6 +82,18 @@ def broadcast(x: Tensor, src: int, *, group: Any, async_op: bool) -> Any:
     )
 
 
+def broadcast_message(x: Tensor, src: int, *, group: Any, async_op: bool) -> Any:
+    """Start a broadcast in a group of two ranks, as `broadcast`, of which neither waits for both.
+
+    With TORCH_DISTRIBUTED_DEBUG=DETAIL torch's groups compare ranks when a call begins, and wait
+    for all of them.
+    """
+    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        group = group._get_backend(x.device)
+        group = getattr(group, "wrapped_pg", group)
+    return broadcast(x, src, group=group, async_op=async_op)
+
+
 def barrier(device: torch.device, *, group: Any, async_op: bool) -> Any:
     """Start the backend's barrier for this device, which `dist.barrier` does not let one choose."""
     options = distributed_c10d.BarrierOptions()

@@ -15,7 +15,7 @@ microbatch in W, as they see it in a backward that is not split. Results have th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -30,7 +30,7 @@ from ...tensor.sharded_tensor import ShardedTensor
 from ...trees import map_tensors, tensors_in
 from .deferral.operands import OPERANDS, Operands
 from .deferral.operators import Phase, defer, use
-from .deferral.weights import Weights
+from .deferral.weights import NODES_OF_WEIGHTS, Weights
 
 State = Literal["forward", "input", "weight", "done", "failed"]
 
@@ -262,6 +262,8 @@ class _MarkWeights(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if not types and not _may_have_weight(args) and not _may_have_weight(kwargs.values()):
+            return func(*args, **kwargs)  # most calls
         name = getattr(func, "__name__", "")
         if name in _NOT_OPERATORS or torch.compiler.is_compiling():
             return func(*args, **kwargs)
@@ -271,7 +273,7 @@ class _MarkWeights(TorchFunctionMode):
         if func is torch.autograd.backward:
             run = self._backward if torch.is_grad_enabled() else func
             return run(*args, **kwargs)
-        weights = self._weights_in((*args, *kwargs.values()) if kwargs else args)
+        weights = self._weights_in((*args, *kwargs.values()))
         if not weights:
             return func(*args, **kwargs)
         if not torch.is_grad_enabled():  # as in the forward of a reentrant checkpoint
@@ -288,8 +290,10 @@ class _MarkWeights(TorchFunctionMode):
             kwargs = dict(zip(kwargs, map_tensors(self._cast, kwargs.values()), strict=True))
             weights = self._weights_in((*args, *kwargs.values()))
 
+        numbers = {id(weight) for weight in weights}
+
         def is_weight(x: Any) -> bool:
-            return any(x is weight for weight in weights)
+            return id(x) in numbers
 
         operands = OPERANDS.get(func)
         call = None if operands is None else operands(is_weight, *args, **kwargs)
@@ -304,8 +308,8 @@ class _MarkWeights(TorchFunctionMode):
         def next_use(x: Tensor) -> Tensor:
             return uses.pop() if x is not written and is_weight(x) else x
 
-        args = map_tensors(next_use, args)
-        kwargs = dict(zip(kwargs, map_tensors(next_use, kwargs.values()), strict=True))
+        args = [_map_operand(next_use, x) for x in args]
+        kwargs = {key: _map_operand(next_use, x) for key, x in kwargs.items()}
         return func(*args, **kwargs)
 
     def _run_sharded(
@@ -374,6 +378,35 @@ class _MarkWeights(TorchFunctionMode):
         if id(x) not in self._casts:
             self._casts[id(x)] = x, x.to(dtype)
         return self._casts[id(x)][1]
+
+
+_CONSTANTS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size})
+
+
+def _may_have_weight(operands: Iterable[Any]) -> bool:
+    """Return False if there is certainly no weight among these operands, in little time."""
+    for x in operands:
+        kind = type(x)
+        if kind is Tensor:
+            node = x.grad_fn
+            if node is None:
+                if x.requires_grad:
+                    return True
+            elif type(node).__name__ in NODES_OF_WEIGHTS:
+                return True
+        elif kind is list or kind is tuple:
+            if _may_have_weight(x):
+                return True
+        elif kind not in _CONSTANTS:
+            return True
+    return False
+
+
+def _map_operand(function: Callable[[Tensor], Tensor], x: Any) -> Any:
+    """Apply a function to an operand, or to the tensors in it."""
+    if isinstance(x, Tensor):
+        return function(x)
+    return x if type(x) in _CONSTANTS else map_tensors(function, x)
 
 
 def _is_plain(x: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -21,8 +22,16 @@ def values() -> list[Tensor]:
     return [*tensors, torch.empty(0), negated]
 
 
-def exchange() -> bool:
+def exchange(mode: str = "on") -> bool:
     """Send all values at once and in both directions, and receive them afterwards."""
+    sm.monitor.collective_check(mode)
+    try:
+        return _exchange()
+    finally:
+        sm.monitor.collective_check("on")
+
+
+def _exchange() -> bool:
     mesh = sm.init_device_mesh("cpu", (4,), axis_names=("ranks",))
     rank = mesh.get_rank()
     peer = rank ^ 1
@@ -41,5 +50,6 @@ def test_messages_of_simulated_ranks() -> None:
     assert all(sm.simulate(4)(exchange)())
 
 
-def test_messages_of_processes(world4: Any) -> None:
-    assert all(world4(exchange))
+@pytest.mark.parametrize("mode", ["on", "strict", "full"])
+def test_messages_of_processes(mode: str, world4: Any) -> None:
+    assert all(world4(exchange, mode))

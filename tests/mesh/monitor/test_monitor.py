@@ -17,7 +17,7 @@ import torch
 from shardmesh.mesh import errors
 from shardmesh.mesh import settings as settings_module
 from shardmesh.mesh.comm.null import NullWorld
-from shardmesh.mesh.comm.recording.recorder import route_of
+from shardmesh.mesh.comm.recording.recorder import CommTag, route_of
 from shardmesh.mesh.comm.recording.trace_buffer import GROUPS, Header, RankState
 from shardmesh.mesh.monitor import process_hooks, waiting
 from shardmesh.mesh.monitor.process_hooks import notify_peers, start_monitor
@@ -145,6 +145,23 @@ def test_strict_waits_each_time(two: list[DrivenRank]) -> None:
         recorded_call(two[0])
         assert timer.finished.is_set()
         timer.join()
+
+
+def test_messages_wait_for_nobody_in_strict_mode(two: list[DrivenRank]) -> None:
+    two[1].call()
+    recorded_call(two[0])
+    collective_check("strict")
+    sender = two[0].monitor.recorders[0]
+    tag, route = CommTag("activations"), route_of(1, None)
+    for _ in range(3):
+        sender.enter("permute", "", torch.float32, -1, 16, 0, tag, route, is_message=True)
+    assert two[0].monitor.standing() is None
+    for text in ("activations", "gradients"):
+        two[1].call("permute", "", size=-1, tag=text, route=route_of(None, 0))
+    for _ in range(2):
+        two[1].call("permute", "", size=-1, tag="gradients", route=route_of(None, 0))
+    with pytest.raises(errors.CollectiveMismatchError, match="for activations"):
+        sender.enter("permute", "", torch.float32, -1, 16, 0, tag, route, is_message=True)
 
 
 def test_waiting_rank_shows_its_collective(two: list[DrivenRank]) -> None:

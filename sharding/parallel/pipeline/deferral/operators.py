@@ -88,11 +88,9 @@ class Form(NamedTuple):
         return self.stride[-2] == 1 and self.stride[-1] == self.shape[-2]
 
     @property
-    def transposed(self) -> Form:
-        *first, rows, columns = self.shape
-        *strides, row, column = self.stride
-        shape = torch.Size((*first, columns, rows))
-        return Form(shape, (*strides, column, row), False)
+    def is_row_major(self) -> bool:
+        """Whether that holds for the transposed matrix, as the weight of `linear` is used."""
+        return self.stride[-1] == 1 and self.stride[-2] == self.shape[-1]
 
 
 def defer(
@@ -115,14 +113,25 @@ def defer(
     if bias is not None and bias.requires_grad and weights.is_weight(bias):
         bias_grad = weights.add_use(bias)
         bias = bias.detach()
-    call = _Call(operator, phase, grad, bias_grad, Form.of(x), Form.of(weight), bias)
+    call = _Call(operator, phase, grad, bias_grad, x, weight, bias)
     if x.requires_grad:
         return _with_hook(call, x, weight, bias)
-    return _Deferred.apply(call, grad.anchor, x, weight.detach(), bias)  # type: ignore[return-value]
+    anchor = weights.anchor(weight.device)
+    return _Deferred.apply(call, anchor, x, weight.detach(), bias)  # type: ignore[return-value]
 
 
 class _Call:
     """A call of an operator whose weight gradients are deferred, without its operands."""
+
+    __slots__ = (
+        "_bias_shape",
+        "_x_form",
+        "bias_grad",
+        "operator",
+        "phase",
+        "weight_form",
+        "weight_grad",
+    )
 
     def __init__(
         self,
@@ -130,14 +139,14 @@ class _Call:
         phase: Phase,
         weight_grad: WeightGrad,
         bias_grad: WeightGrad | None,
-        x_form: Form,
-        weight_form: Form,
+        x: Tensor,
+        weight: Tensor,
         bias: Tensor | None,
     ) -> None:
         self.operator, self.phase = operator, phase
         self.weight_grad, self.bias_grad = weight_grad, bias_grad
-        self.x_form, self.weight_form = x_form, weight_form
-        self._bias_shape = None if bias is None else bias.shape
+        self.weight_form = Form.of(weight)
+        self._x_form, self._bias_shape = (None, None) if bias is None else (Form.of(x), bias.shape)
 
     def defer(self, grad: Tensor, x: Tensor) -> None:
         """Defer the gradients of the weight, and of a bias that is one.
@@ -151,7 +160,7 @@ class _Call:
             self.bias_grad.compute = partial(_same, self.grad_of_bias(grad))
 
     def grad_of_bias(self, grad: Tensor) -> Tensor:
-        return self.operator.bias_grad(grad, self.x_form).sum_to_size(self._bias_shape)  # type: ignore[misc]
+        return self.operator.bias_grad(grad, self._x_form).sum_to_size(self._bias_shape)  # type: ignore[misc,arg-type]
 
 
 def _with_hook(call: _Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -203,7 +212,8 @@ def use(weights: Weights, phase: Phase, weight: Tensor) -> Tensor:
     in the backward for the weights.
     """
     grad = weights.add_use(weight)
-    return _Used.apply(grad, phase, grad.anchor, weight.detach())  # type: ignore[return-value]
+    anchor = weights.anchor(weight.device)
+    return _Used.apply(grad, phase, anchor, weight.detach())  # type: ignore[return-value]
 
 
 class _Used(torch.autograd.Function):
@@ -248,7 +258,9 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _linear_weight_grad(grad: Tensor, x: Tensor, weight: Form) -> Tensor:
-    return _right_grad(_rows(grad), _rows(x), weight.transposed).mT
+    if weight.is_row_major:
+        return _rows(grad).mT @ _rows(x)
+    return (_rows(x).mT @ _rows(grad)).mT
 
 
 def _linear_bias_grad(grad: Tensor, x: Form) -> Tensor:

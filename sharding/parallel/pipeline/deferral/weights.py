@@ -19,10 +19,12 @@ from torch import Tensor, nn
 
 from ....tensor.sharded_tensor import ShardedTensor
 
+_GATHER_OF_UNIT = "_GatherParamsBackward"
 # Nodes of autograd through which a tensor is still a weight: casts, views and copies of one, and
 # the conversions of sharded parameters. None of them saves a tensor.
-_NODES_OF_WEIGHTS = frozenset(
+NODES_OF_WEIGHTS = frozenset(
     {
+        _GATHER_OF_UNIT,
         "AliasBackward0",
         "CloneBackward0",
         "ExpandBackward0",
@@ -47,7 +49,6 @@ _NODES_OF_WEIGHTS = frozenset(
         "_ToLocalBackward",
     }
 )
-_GATHER_OF_UNIT = "_GatherParamsBackward"
 
 
 class WeightGrad:
@@ -55,15 +56,12 @@ class WeightGrad:
 
     Attributes:
         compute: returns the gradient; None until the backward for the inputs has met the use.
-        anchor: an empty leaf that requires grad: an operand of the use, so that its result requires
-            grad too.
     """
 
-    __slots__ = ("anchor", "compute")
+    __slots__ = ("compute",)
 
-    def __init__(self, anchor: Tensor) -> None:
+    def __init__(self) -> None:
         self.compute: Callable[[], Tensor] | None = None
-        self.anchor = anchor
 
     def take(self, _: Tensor) -> Tensor:
         """Compute the gradient, in place of the one given to the root, and forget how."""
@@ -116,7 +114,7 @@ class Weights:
                 return True
             if name == "AccumulateGrad":
                 return self._is_weight_leaf(node.variable)  # type: ignore[attr-defined]
-            if name not in _NODES_OF_WEIGHTS:
+            if name not in NODES_OF_WEIGHTS:
                 return False
             operands = [edge for edge, _ in node.next_functions if edge is not None]
             if len(operands) != 1:
@@ -132,7 +130,7 @@ class Weights:
         Autograd runs the node that was created last first, so gradients are summed in the order of
         a backward that is not split.
         """
-        grad = WeightGrad(self._anchor(weight.device))
+        grad = WeightGrad()
         if weight.is_leaf:  # its memory lives longer than its uses
             root = weight.view_as(weight)
             root.register_hook(grad.take)
@@ -141,7 +139,11 @@ class Weights:
         self._uses.append((grad, root))
         return grad
 
-    def _anchor(self, device: torch.device) -> Tensor:
+    def anchor(self, device: torch.device) -> Tensor:
+        """Return an empty leaf that requires grad.
+
+        As an operand of a use it makes the result require grad where no other operand does.
+        """
         anchor = self._anchors.get(device)
         if anchor is None:
             anchor = torch.empty(0, device=device, requires_grad=True)

@@ -12,6 +12,7 @@ may recompute a unit in another thread, calls are those of the module itself.
 
 from __future__ import annotations
 
+import copyreg
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -50,7 +51,15 @@ class _Intercepted:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Return the state for a copy or pickle, which is a module of the original class."""
         construct, arguments, *rest = super().__reduce_ex__(protocol)  # type: ignore[misc]
-        return construct, (original_class(self), *arguments[1:]), *rest
+        # pickle takes this function for the class of the object only
+        if construct is copyreg.__newobj__:  # type: ignore[attr-defined]
+            construct = _new
+        own, original = type(self), original_class(self)
+        return construct, tuple([original if x is own else x for x in arguments]), *rest
+
+
+def _new(cls: type, *args: Any) -> Any:
+    return cls.__new__(cls, *args)
 
 
 _classes: weakref.WeakValueDictionary[type, type] = weakref.WeakValueDictionary()

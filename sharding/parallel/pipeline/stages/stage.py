@@ -25,6 +25,10 @@ class Stage(nn.Module):
     modules of other stages; a parameter of another stage's unit that this one uses as well is at
     its place.
 
+    A copy (`copy.deepcopy`) and what `torch.save` writes have the modules, parameters and buffers,
+    for averages of weights and for other programs. They do not run: the model around the units,
+    and the pipeline, are not part of them.
+
     Attributes:
         index: the number of the stage.
         model_names: for each parameter and buffer of the stage by its name, the name in the model's
@@ -61,12 +65,27 @@ class Stage(nn.Module):
 
         Communication: that of the units.
         """
-        return self.__dict__["_run"](carried, args, kwargs)
+        run = self.__dict__["_run"]
+        if run is None:
+            raise RuntimeError(
+                f"this is a copy of stage {self.index} of a pipeline, which holds parameters and "
+                "does not run: load its state_dict() into pipe.stages, or sm.checkpoint.state_dict "
+                "of the pipeline into another model"
+            )
+        return run(carried, args, kwargs)
 
     def train(self, mode: bool = True) -> Stage:
         """Set the mode of the stage, and that of the model around its units."""
-        self.__dict__["_model"].train(mode)
+        model = self.__dict__["_model"]
+        if model is not None:
+            model.train(mode)
         return super().train(mode)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies and pickles have: all but the model around the units."""
+        state = self.__dict__ | {"_model": None, "_run": None}
+        state.pop("_init_weights", None)  # a method of the model
+        return state
 
     def extra_repr(self) -> str:
         return f"index={self.index}"

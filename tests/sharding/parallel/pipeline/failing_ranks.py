@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ class Failing(nn.Module):
     """Fails in the forward or the backward of one microbatch.
 
     Args:
-        how: "dies", "hangs" or "raises".
+        how: "dies", "hangs", "raises", or "meets": waits for all ranks, which it must not.
         kind: "forward" or "backward".
         microbatch: the number of the call that fails; calls are counted from 0.
     """
@@ -30,6 +31,7 @@ class Failing(nn.Module):
         self.linear = nn.Linear(4, 4)
         self.how, self.kind, self.microbatch = how, kind, microbatch
         self.calls = {"forward": 0, "backward": 0}
+        self.meet: Callable[[], object] = lambda: None
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_meta:  # the recording of the split
@@ -49,6 +51,8 @@ class Failing(nn.Module):
             os.kill(os.getpid(), signal.SIGKILL)
         if self.how == "raises":
             raise ArithmeticError("a bad row")
+        if self.how == "meets":
+            self.meet()
         time.sleep(60)
 
 
@@ -58,6 +62,7 @@ def step(schedule: str, how: str, kind: str, microbatch: int) -> float:
     torch.manual_seed(0)
     stages: list[Any] = [nn.Linear(4, 4) for _ in range(4)]
     stages[2] = Failing(how, kind, microbatch)
+    stages[2].meet = lambda: mesh.group().all_reduce(torch.zeros(1))
     pipe = pipeline(stages, mesh, schedule=schedule, microbatches=4)
     x = torch.ones(8, 4)
     if how == "hangs":  # a step before, since on a busy machine ranks start far apart

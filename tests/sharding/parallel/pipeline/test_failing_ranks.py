@@ -36,6 +36,25 @@ def test_verdict_names_rank_stage_and_microbatch(
         assert place in verdict.replace("\n[rank", " [rank"), ended[rank].output
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("mode", ["strict", tiers.slow("on"), tiers.slow("full")])
+def test_deadlock_of_a_stage_is_named(forked: Forked, mode: str) -> None:
+    """Stage 2 waits for all ranks in a forward, and rank 3 for its activations."""
+    ended = forked(
+        failing_ranks.step,
+        4,
+        *("1f1b", "meets", "forward", 1),
+        limit_s=250.0,
+        SHARDMESH_EXIT_S="2",
+        SHARDMESH_MONITOR=mode,
+    )
+    assert statuses(ended) == [1, 1, 1, 1]
+    for one in ended:
+        _, _, verdict = one.output.rpartition("DeadlockError")
+        assert "in the forward of stage 2, microbatch 1" in verdict, one.output
+        assert "activations into stage 3, microbatch 1" in verdict, one.output
+
+
 @pytest.mark.parametrize(("kind", "microbatch"), [("forward", 2), ("backward", 0)])
 def test_error_of_a_stage_says_where_it_was_raised(kind: str, microbatch: int) -> None:
     with pytest.raises(ArithmeticError, match="a bad row") as raised:

@@ -112,6 +112,39 @@ def test_in_a_line_of_processes(schedule, world4, expected):
     check_equal(world4(train, "none", schedule, 4, 4, 4), expected)
 
 
+def train_checked(mode: str, *case: Any) -> Trained:
+    """Train with collectives compared in another way."""
+    sm.monitor.collective_check(mode)
+    try:
+        return train(*case, steps=2)
+    finally:
+        sm.monitor.collective_check("on")
+
+
+@pytest.mark.one_in(7, each=["mode"])
+@pytest.mark.parametrize("mode", ["strict", "full"])
+@pytest.mark.parametrize(
+    ("form", "schedule", "ranks", "microbatches", "stages"),
+    [
+        ("fsdp", "gpipe", 2, 3, 2),
+        ("tp", "1f1b", 2, 3, 2),
+        ("none", "1f1b", 4, 4, 4),
+        ("fsdp", "interleaved", 2, 2, 4),
+        ("fsdp", "looped_bfs", 2, 3, 4),
+        ("none", "zb_h1", 4, 4, 4),
+        ("zero1", "zb_v", 2, 3, 4),
+        ("fsdp", "v_half", 2, 3, 4),
+        ("tp", "v_min", 2, 3, 4),
+        ("ddp", "dualpipe_v", 2, 4, 4),
+    ],
+)
+def test_on_processes_that_wait_for_each_other_in_collectives(
+    form, schedule, ranks, microbatches, stages, mode, world4
+):
+    trained = world4(train_checked, mode, form, schedule, ranks, microbatches, stages)
+    check_equal(trained, one_process(steps=2))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["hsdp", "fsdp and tp"])
 @pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 2), ("zb_v", 4)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from shardmesh import ShardedTensor
 from tests.sharding.parallel.pipeline.stateful_model import (
     SETUPS,
     Setup,
+    batch,
     check_same,
     make_model,
     make_optimizer,
@@ -292,3 +295,45 @@ def test_optimizer_state_of_unknown_parameters():
             sm.checkpoint.load_state_dict(pipe, state, optimizer)
 
     sm.simulate(2)(program)()
+
+
+def copied_stages(form: str) -> bool:
+    """Copy trained stages in three ways; return whether all copies hold the state, and do not run.
+
+    The pipeline goes on with its own.
+    """
+    pipe = Setup(form, "zb_v", 2, 4).pipe()
+    optimizer = make_optimizer(pipe)
+    step(pipe, optimizer)
+    saved = io.BytesIO()
+    torch.save(dict(pipe.stages), saved)
+    saved.seek(0)
+    ways = [
+        {number: copy.deepcopy(stage) for number, stage in pipe.stages.items()},
+        copy.deepcopy(pipe.stages),
+        torch.load(saved, weights_only=False),
+    ]
+    is_same = True
+    for copies in ways:
+        for number, stage in pipe.stages.items():
+            own, copied = stage.state_dict(), copies[number].state_dict()
+            is_same &= own.keys() == copied.keys()
+            for name, x in own.items():
+                is_same &= torch.equal(local(x), local(copied[name])) and copied[name] is not x
+            with pytest.raises(RuntimeError, match=f"a copy of stage {number} of a pipeline"):
+                copies[number].eval()((), (batch()[0],), {})
+            is_same &= stage.training
+    step(pipe, optimizer)
+    for number, stage in pipe.stages.items():
+        stage.load_state_dict(ways[0][number].state_dict())
+    return is_same
+
+
+def local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, ShardedTensor) else x
+
+
+@pytest.mark.filterwarnings("ignore:torch.save writes only this rank's part")
+@pytest.mark.parametrize("form", ["none", "fsdp", "tp"])
+def test_copies_of_stages_hold_their_state(form: str) -> None:
+    assert all(sm.simulate(2 if form == "none" else 4)(copied_stages)(form))

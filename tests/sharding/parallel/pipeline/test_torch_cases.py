@@ -361,6 +361,65 @@ def test_stages_that_are_cut_by_copies() -> None:
         check_grads([grads for _, grads in results], one)
 
 
+class LinearForInputs(torch.autograd.Function):
+    """A product with a weight whose backward notes what the weight's gradient needs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, module: OwnWeightPart) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.module = module
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        ctx.module.deferred.append((grads[0], x))
+        return grads[0] @ weight, None, None
+
+
+class OwnWeightPart(nn.Module):
+    """A layer of torch's MultiMLPWithDw, whose weight gradients `dw_builder` computes in W."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+        self.deferred: list[tuple[Tensor, Tensor]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(LinearForInputs.apply(x, self.weight, self))  # type: ignore[arg-type]
+
+    def compute_weight_grad(self) -> None:
+        for grad, x in self.deferred:
+            product = grad.t() @ x
+            self.weight.grad = product if self.weight.grad is None else self.weight.grad + product
+        self.deferred.clear()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+def test_weight_part_of_a_models_own(schedule: str) -> None:
+    """torch calls it in W; here the program does, after the step."""
+
+    def layers() -> list[OwnWeightPart]:
+        torch.manual_seed(5)
+        return [OwnWeightPart().double() for _ in range(4 if schedule == "zb_v" else 2)]
+
+    def program() -> dict[str, Tensor | None]:
+        mesh = sm.init_device_mesh("cpu", (2,), axis_names=("pp",))
+        pipe = pipeline(layers(), mesh, schedule=schedule)
+        pipe.step(*rows(), loss_fn=F.mse_loss)
+        for stage in pipe.stages.values():
+            for module in stage.modules():
+                if isinstance(module, OwnWeightPart):
+                    module.compute_weight_grad()
+        return grads_of(pipe)
+
+    one = nn.Sequential(*layers())
+    F.mse_loss(one(rows()[0]), rows()[1]).backward()
+    for layer in one:
+        layer.compute_weight_grad()  # type: ignore[operator]
+    check_grads(sm.simulate(2)(program)(), one)
+
+
 # -- test_microbatch -------------------------------------------------------------------------------
 
 
