@@ -21,6 +21,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -87,10 +88,15 @@ class LeftOutError(ElasticJobError):
 
 
 class Change(NamedTuple):
-    """Which members leave after a step, and which processes become members; the same on all."""
+    """How the members change after a step; the same on all of them.
+
+    Attributes:
+        leaving: which members leave.
+        joining: which processes become members, by their numbers.
+    """
 
     leaving: tuple[int, ...]
-    joining: tuple[Announcement, ...]
+    joining: Mapping[int, Announcement]
 
 
 class Membership:
@@ -148,7 +154,8 @@ class Membership:
         self._prefix = f"{_KEYS}/{self._job}"
         _jobs[world.job] += 1
         self._own_token = _NO_TOKEN if entry is None else entry.own.token
-        self._candidates: tuple[Announcement, ...] = ()  # whom this rank may take in if it decides
+        # whom this rank may take in if it decides, by number
+        self._candidates: Mapping[int, Announcement] = {}
         # who are members by the last decisions, until all members have confirmed
         self._joining: dict[int, Announcement] = {}
         self._taken: set[str] = set()  # the tokens of those that have become members
@@ -307,16 +314,19 @@ class Membership:
     def who_changes(self, is_leaving: bool) -> Change:
         """Tell all members whether this one leaves, and which processes have announced themselves.
 
+        These have the same numbers for all: higher than any that some member knows. It may know
+        those of an epoch that no other one of these members has begun.
+
         Communication: one all_gather of small objects over all members.
         """
         is_host = self.member.rank == self.member.store_host
         texts = [one.to_json() for one in self._announced()] if is_host else []
-        told = gather_facts(self.world.group(range(self.world.size)), (is_leaving, texts))
-        leaving = tuple(self._world_members[rank] for rank, (leaves, _) in told.items() if leaves)
-        announced = tuple(
-            Announcement.from_json(text) for _, of_rank in told.values() for text in of_rank
-        )
-        return Change(leaving, announced)
+        own = is_leaving, texts, max(self._infos)
+        told = gather_facts(self.world.group(range(self.world.size)), own)
+        leaving = tuple(self._world_members[r] for r, (leaves, *_) in told.items() if leaves)
+        announced = chain.from_iterable(of_rank for _, of_rank, _ in told.values())
+        first = 1 + max(highest for *_, highest in told.values())
+        return Change(leaving, dict(enumerate(map(Announcement.from_json, announced), first)))
 
     def pause(self, change: Change) -> None:
         """COMPUTE -> interrupted, between two steps, as all members do.
@@ -478,7 +488,7 @@ class Membership:
 
     def _take_in(self, arriving: Mapping[int, Announcement]) -> None:
         """Note who the members are that have joined."""
-        self._candidates = ()  # others are asked again
+        self._candidates = {}  # others are asked again
         new = tuple(rank for rank in arriving if rank not in self.member.members)
         if new:
             joins = f"{ranks_text(new)} joined"
@@ -542,7 +552,9 @@ class Membership:
         keys.set(f"interrupted/{member.epoch}")
         has_decision = keys.has("decision")
         last = keys.read("decision", ToldDecision.from_json) if has_decision else None
-        if last is not None and last.decision.epoch > member.epoch:
+        if last is not None and (
+            last.decision.epoch > member.epoch or protocol.is_left_out(member, last.decision)
+        ):
             return last
         expected = member.survivors if member.rank == member.leader else (member.leader,)
         names = [f"report/{rank}" for rank in expected]
@@ -554,9 +566,7 @@ class Membership:
         late = set(expected) - set(protocol.current_reports(member, by_rank, last_decision))
         now = self._presence.clock
         self._awaited = {rank: self._awaited.get(rank, now) for rank in late}
-        candidates = [one for one in self._candidates if not one.info.is_gone()]
-        first = joining.next_number(self._infos, by_rank.values())
-        arriving = dict(enumerate(candidates, first))
+        arriving = {r: one for r, one in self._candidates.items() if not one.info.is_gone()}
         decision = protocol.decide(member, by_rank, last_decision, self._missing_parts, arriving)
         if decision is None:
             return None
