@@ -359,6 +359,7 @@ class ElasticJob:
     def _begin_epoch(self) -> None:
         """Take over the members and the optimizers of a new state; give up copies of others."""
         self._member_ranks = self._members.member.members
+        self._knows_losses = not self.is_spare
         self._remove_hooks()
         for optimizer in optimizers_of(self.state):
             self._hooks.append(optimizer.register_step_pre_hook(self._before_write))
@@ -798,7 +799,7 @@ class ElasticJob:
             False,
             False,
             copied,
-            self._knows_losses and not self.is_spare,
+            self._knows_losses,
             has_layouts,
             bool(pipelines_of(like["state"])),
         )
@@ -949,7 +950,7 @@ class ElasticJob:
             return
         run = self.losses, self.first_step
         told_run = facts_of(_everybody(), knowing[0], run) if knowing else ([], step)
-        if not told[current_world().rank].knows_losses:
+        if not self._knows_losses:
             self.losses, self.first_step = told_run
             self._knows_losses = True
 
