@@ -33,7 +33,6 @@ from ..monitor.store_values import checked, json_value
 from ..network import is_loopback
 from .messages import Announcement, Welcome
 from .presence import Answer, ask
-from .protocol import Report
 from .rank_stores import (
     Connection,
     StoreAddress,
@@ -275,16 +274,6 @@ def newcomers(
         and not one.info.is_gone()
         and not any(one.info.is_same_process(info) for info in infos)
     ]
-
-
-def next_number(known: Iterable[int], reports: Iterable[Report]) -> int:
-    """Return the number of the next process that becomes a member.
-
-    It is higher than those that this rank knows, and than those of an epoch that only others have
-    begun, as they report.
-    """
-    reported = [max(report.committed.members) for report in reports]
-    return max([*known, *reported]) + 1
 
 
 def _job_name(text: str) -> str:

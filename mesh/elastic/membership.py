@@ -21,6 +21,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +44,7 @@ from ..monitor.recording.job_directory import may_span_hosts
 from ..monitor.startup.rank_info import RankInfo, machine, own_rank_info
 from ..monitor.store_keys import StoreKeys
 from ..processes.process import ProcessWorld, default_store, process_world
+from ..processes.torch_groups.gloo_groups import noting_sockets, shut_down
 from ..settings import monotonic_ns, settings
 from ..text import ranks_text
 from . import joining, protocol
@@ -87,10 +89,15 @@ class LeftOutError(ElasticJobError):
 
 
 class Change(NamedTuple):
-    """Which members leave after a step, and which processes become members; the same on all."""
+    """How the members change after a step; the same on all of them.
+
+    Attributes:
+        leaving: which members leave.
+        joining: which processes become members, by their numbers.
+    """
 
     leaving: tuple[int, ...]
-    joining: tuple[Announcement, ...]
+    joining: Mapping[int, Announcement]
 
 
 class Membership:
@@ -142,13 +149,17 @@ class Membership:
         self.is_finished = False
         self._monitor = monitor
         self._suspended: list[Monitor] = []
+        # torch's groups of earlier epochs: those that are left, and those that are shut down
+        self._left_groups: list[Any] = []
+        self._closed_groups: list[Any] = []
         self._worlds_before: list[World] = []
         self._missing_parts, self.min_ranks = missing_parts, min_ranks
         self._job = f"{world.job}/{_jobs[world.job]}" if entry is None else entry.job
         self._prefix = f"{_KEYS}/{self._job}"
         _jobs[world.job] += 1
         self._own_token = _NO_TOKEN if entry is None else entry.own.token
-        self._candidates: tuple[Announcement, ...] = ()  # whom this rank may take in if it decides
+        # whom this rank may take in if it decides, by number
+        self._candidates: Mapping[int, Announcement] = {}
         # who are members by the last decisions, until all members have confirmed
         self._joining: dict[int, Announcement] = {}
         self._taken: set[str] = set()  # the tokens of those that have become members
@@ -281,6 +292,17 @@ class Membership:
             world.end()
         self._suspended, self._worlds_before = [], []
         self._joining = {}
+        self._free_groups()
+
+    def _free_groups(self) -> None:
+        """Shut down the groups of earlier epochs, and free those that were shut down before.
+
+        All members have left them. Between the two their threads notice that, and release tensors.
+        """
+        while self._closed_groups:
+            timeouts.free_group(self._closed_groups.pop())
+        self._closed_groups = [group for group in self._left_groups if shut_down(group)]
+        self._left_groups = []
 
     def _barrier(self) -> None:
         if torch.cuda.is_initialized():  # what is voted for must have arrived, not be queued
@@ -307,16 +329,19 @@ class Membership:
     def who_changes(self, is_leaving: bool) -> Change:
         """Tell all members whether this one leaves, and which processes have announced themselves.
 
+        These have the same numbers for all: higher than any that some member knows. It may know
+        those of an epoch that no other one of these members has begun.
+
         Communication: one all_gather of small objects over all members.
         """
         is_host = self.member.rank == self.member.store_host
         texts = [one.to_json() for one in self._announced()] if is_host else []
-        told = gather_facts(self.world.group(range(self.world.size)), (is_leaving, texts))
-        leaving = tuple(self._world_members[rank] for rank, (leaves, _) in told.items() if leaves)
-        announced = tuple(
-            Announcement.from_json(text) for _, of_rank in told.values() for text in of_rank
-        )
-        return Change(leaving, announced)
+        own = is_leaving, texts, max(self._infos)
+        told = gather_facts(self.world.group(range(self.world.size)), own)
+        leaving = tuple(self._world_members[r] for r, (leaves, *_) in told.items() if leaves)
+        announced = chain.from_iterable(of_rank for _, of_rank, _ in told.values())
+        first = 1 + max(highest for *_, highest in told.values())
+        return Change(leaving, dict(enumerate(map(Announcement.from_json, announced), first)))
 
     def pause(self, change: Change) -> None:
         """COMPUTE -> interrupted, between two steps, as all members do.
@@ -478,7 +503,7 @@ class Membership:
 
     def _take_in(self, arriving: Mapping[int, Announcement]) -> None:
         """Note who the members are that have joined."""
-        self._candidates = ()  # others are asked again
+        self._candidates = {}  # others are asked again
         new = tuple(rank for rank in arriving if rank not in self.member.members)
         if new:
             joins = f"{ranks_text(new)} joined"
@@ -542,7 +567,9 @@ class Membership:
         keys.set(f"interrupted/{member.epoch}")
         has_decision = keys.has("decision")
         last = keys.read("decision", ToldDecision.from_json) if has_decision else None
-        if last is not None and last.decision.epoch > member.epoch:
+        if last is not None and (
+            last.decision.epoch > member.epoch or protocol.is_left_out(member, last.decision)
+        ):
             return last
         expected = member.survivors if member.rank == member.leader else (member.leader,)
         names = [f"report/{rank}" for rank in expected]
@@ -554,9 +581,7 @@ class Membership:
         late = set(expected) - set(protocol.current_reports(member, by_rank, last_decision))
         now = self._presence.clock
         self._awaited = {rank: self._awaited.get(rank, now) for rank in late}
-        candidates = [one for one in self._candidates if not one.info.is_gone()]
-        first = joining.next_number(self._infos, by_rank.values())
-        arriving = dict(enumerate(candidates, first))
+        arriving = {r: one for r, one in self._candidates.items() if not one.info.is_gone()}
         decision = protocol.decide(member, by_rank, last_decision, self._missing_parts, arriving)
         if decision is None:
             return None
@@ -635,9 +660,9 @@ class Membership:
     def regroup(self) -> ProcessWorld:
         """Return the world of the members of this epoch, with process groups and a monitor.
 
-        The groups of the epoch before are left alone: destroying one of gloo would wait for ranks
-        that have ended. The variables RANK, WORLD_SIZE and LOCAL_WORLD_SIZE are those of this epoch
-        from here on.
+        The groups of the epoch before are left alone until all have confirmed: destroying one of
+        gloo would wait for ranks that have ended. The variables RANK, WORLD_SIZE and
+        LOCAL_WORLD_SIZE are those of this epoch from here on.
 
         Raises:
             RuntimeError: a member has ended meanwhile.
@@ -650,6 +675,7 @@ class Membership:
         self._wait_for_members()
         self._worlds_before.append(self.world)
         if dist.is_initialized():
+            self._left_groups += timeouts.torch_groups()
             abandon_groups()
         on_this_host = [other for other in members if self._infos[other].machine == machine()]
         os.environ.update(
@@ -658,13 +684,14 @@ class Membership:
         connection = self._connection_to(member.host)
         store = connection.clone(self._is_lost(member.host))
         store.set_timeout(default_pg_timeout)
-        dist.init_process_group(
-            self._backend,
-            store=PrefixStore(f"{self._prefix}/epoch{member.epoch}", store),
-            rank=rank,
-            world_size=len(members),
-            timeout=timeouts.connect_timeout(_START_S),
-        )
+        with noting_sockets():
+            dist.init_process_group(
+                self._backend,
+                store=PrefixStore(f"{self._prefix}/epoch{member.epoch}", store),
+                rank=rank,
+                world_size=len(members),
+                timeout=timeouts.connect_timeout(_START_S),
+            )
         timeouts.manage(dist.group.WORLD, is_own=False)
         self.world, self._world_members = process_world(), members
         # not by the environment, in which a rank knows of its own host alone

@@ -394,6 +394,15 @@ def _providers(version: Copy, reports: Collection[Report]) -> tuple[int, ...]:
     return tuple(sorted(told.rank for told in reports if version in told.copies))
 
 
+def is_left_out(member: Member, decision: Decision) -> bool:
+    """Return whether the ranks of a decision that this one reads go on without it.
+
+    It may be of this rank's own epoch: one that has joined by a decision which was lost with the
+    store before any other rank had read it.
+    """
+    return decision.epoch >= member.epoch and member.rank not in decision.members
+
+
 def adopt(member: Member, decision: Decision) -> Member:
     """interrupted -> RESTORE: this rank has read a decision of a later epoch than its own.
 

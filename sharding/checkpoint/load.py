@@ -104,6 +104,18 @@ def load(dir: str | os.PathLike[str], like: Any, *, step: int | None = None) -> 
     )
 
 
+def wanted_from(dir: str | os.PathLike[str], like: Any, step: int) -> Any:
+    """Return the tree of `like` with a `Want` for each leaf, as `load` reads it from a checkpoint.
+
+    None for None, on ranks that have no objects.
+
+    Communication: that of reading the index: an all_gather of small objects and a broadcast.
+    """
+    world = current_world()
+    contents = read_contents(all_ranks(world), Path(dir), step)
+    return None if like is None else wanted_tree(like, contents.parsed(), world)
+
+
 def _prepare(contents: Contents, like: Any, world: World) -> tuple[Stored, Any, dict[str, Any]]:
     """Return what is stored, the tree of wanted leaves, and these by name."""
     stored = contents.parsed()

@@ -297,6 +297,17 @@ class StoredValue(Leaf):
 Want = Layout | WholeTensor | StoredValue
 
 
+@dataclass(frozen=True, eq=False)
+class WantedTree(Leaf):
+    """The result of `wanted_tree` on another rank, in the place of a tree of objects.
+
+    Attributes:
+        tree: with a `Want` for each leaf.
+    """
+
+    tree: Any
+
+
 def wanted_tree(like: Any, stored: Stored, world: World) -> Any:
     """Return the tree of `like` with a `Want` for each leaf.
 
@@ -304,6 +315,8 @@ def wanted_tree(like: Any, stored: Stored, world: World) -> Any:
         ValueError, TypeError: a leaf is not stored, with another shape or dtype, or not as a
             tensor.
     """
+    if isinstance(like, WantedTree):
+        return like.tree
     tree = _want_tree(like, stored.structure, (), stored, world)
     for path, want in leaves(tree):
         _check(name_of(path), want, stored)

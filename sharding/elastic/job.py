@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -35,19 +36,22 @@ from ...mesh.elastic.membership import Change, ElasticJobError, LeftOutError, Me
 from ...mesh.elastic.messages import Announcement
 from ...mesh.elastic.protocol import Copy, Decision, Phase, Write
 from ...mesh.elastic.rank_stores import StoreGoneError
+from ...mesh.errors import LaunchEnvironmentError
 from ...mesh.launch import preemption
 from ...mesh.launch.environment import launch_environment
 from ...mesh.monitor import termination
 from ...mesh.text import ranks_text
 from ..checkpoint.agreement import CheckpointError
 from ..checkpoint.load import load
+from ..checkpoint.load import wanted_from as wanted_in
 from ..checkpoint.save import save
 from ..checkpoint.state import RandomState
 from ..checkpoint.storage.folder import latest
+from ..checkpoint.tree import without_stateful
 from ..optim.matrix_optimizer import MatrixOptimizer
 from .handover import hand_over
 from .pipelines import load_named, named, own_states, pipelines_of, whole_tree
-from .recovery import StateLostError, recover
+from .recovery import StateLostError, recover, wanted_from
 from .redundancy import Redundancy, StateCopy
 from .snapshot import (
     Snapshot,
@@ -56,7 +60,13 @@ from .snapshot import (
     parameters_of,
     whole_copy,
 )
-from .spares import with_empty_parts, without_parts
+from .spares import (
+    has_outside,
+    told_by_mesh,
+    wanted_outside,
+    with_empty_parts,
+    without_parts,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -136,8 +146,10 @@ class _Holding(NamedTuple):
         has_copies: whether they do with copies of the parts of ranks that have left, of which it
             has its own.
         copied: the versions of `Redundancy` that it has, and that are whole.
-        knows_losses: whether it has those of the job: one that has just joined has not.
+        knows_losses: whether it has those of the job: a spare, and one that has just joined, have
+            not.
         has_layouts: whether it has the layouts of the decided version.
+        has_pipelines: whether there are pipelines in what it has built.
     """
 
     is_inside: bool
@@ -146,6 +158,7 @@ class _Holding(NamedTuple):
     copied: tuple[_CopiedVersion, ...]
     knows_losses: bool
     has_layouts: bool
+    has_pipelines: bool
 
 
 class _StepGivenUpError(Exception):
@@ -173,7 +186,7 @@ class ElasticJob:
             objects with `state_dict`, tensors, numbers. Called again after each loss.
         make_mesh: (n) -> the mesh of ranks 0 to n - 1, or of some of them: n is how many are there,
             less the spares. Where ranks are left out, write `DeviceMesh(device_type, ranks)`, since
-            `init_device_mesh` takes all.
+            `init_device_mesh` takes all. Those do not call `build`.
         min_ranks: with fewer left the job ends.
         spares: how many ranks wait outside of the mesh until they take the place of lost ones.
         redundancy: 1: each rank has copies of the parts of a rank on another host (`Redundancy`),
@@ -185,7 +198,8 @@ class ElasticJob:
             held what no other one has.
 
     Attributes:
-        state: the tree that `build` has returned, with the values of the last committed step.
+        state: the tree that `build` has returned, with the values of the last committed step; on a
+            spare the tree of its leaves, of which it has no parts.
         mesh: the current mesh.
         step: the number of committed steps.
         first_step: that of the beginning: 0, or that of the checkpoint.
@@ -197,7 +211,7 @@ class ElasticJob:
     Raises:
         LaunchEnvironmentError: ranks that are simulated, or not monitored; a process that joins a
             job which has ended.
-        ValueError: pipelines, with spares; an optimizer with parameters of a pipeline and others.
+        ValueError: an optimizer with parameters of a pipeline and others.
 
     Communication: a few messages to the job's store; that of loading a checkpoint; for each
         optimizer of a pipeline up to three all_gathers of small objects.
@@ -239,7 +253,7 @@ class ElasticJob:
         self._writes_before = 0
         self._is_completing = self._is_changing = self._is_told_to_go = False
         self._knows_losses = not is_joining()
-        self._joining: tuple[Announcement, ...] = ()  # they become members before the next step
+        self._joining: Mapping[int, Announcement] = {}  # they become members before the next step
         self._interrupted_at = 0.0
         self._hooks: list[Any] = []
         self._parameters: list[Any] = []
@@ -261,25 +275,40 @@ class ElasticJob:
             )
         self._most_ranks = size - self._spares
         self.mesh = self._mesh_of(size)
-        self.state = self._build(self.mesh)
-        if self._spares and pipelines_of(self.state):
-            raise ValueError(
-                f"spares={self._spares}: a rank outside of the mesh cannot build a pipeline; let "
-                "make_mesh return a mesh of all ranks, with as many replicas of stages as there are"
-            )
-        write = _kind_of_write(optimizers_of(self.state))
-        # raises for an optimizer with parameters of a pipeline and others: a loss would be too late
-        named(self.state)
+        self.state, write = self._first_state(self.mesh)
         self._members = Membership(current_world(), write, self._missing_parts, min_ranks)
         newest = self._newest_checkpoint()
         if newest is not None:
-            self._load(newest)
+            like = {"state": self.state, "random": RandomState()}
+            self.state = self._loaded(self.mesh, like, newest)["state"]
             self.first_step = newest
             self._members.member = protocol.begin_at(self._members.member, newest)
         self._start()
         version = Snapshot({"state": self.state, "random": RandomState()})
         self._keep_copies(self._first_copies(version, self.mesh))
         self._begin_epoch()
+
+    def _first_state(self, mesh: DeviceMesh) -> tuple[Any, Write]:
+        """Return the state from scratch, and how its optimizers write.
+
+        On ranks outside of the mesh it is a tree of leaves.
+        """
+        state: Any = None
+        fact: Any = None
+        write = Write.LOCAL
+        if mesh.coordinate is not None:
+            state = self._build(mesh)
+            write = _kind_of_write(optimizers_of(state))
+            # raises for an optimizer with parameters of a pipeline and others: a loss is too late
+            named(state)
+        if has_outside(mesh):
+            if mesh.coordinate is not None:
+                tree = self._whole_on(mesh, Snapshot(state).tree())
+                fact = without_parts(tree, mesh.world.size), write
+            sent, write = told_by_mesh(mesh, fact)
+            if mesh.coordinate is None:
+                state = with_empty_parts(sent, {}, mesh.world)
+        return state, write
 
     def _join(self, min_ranks: int) -> None:
         """Become a member of the job that runs, and take over its state."""
@@ -293,6 +322,10 @@ class ElasticJob:
         self._interrupted_at = time.monotonic()
         self._start()
         self._go_on(None)
+        if self.is_finished:
+            raise LaunchEnvironmentError(
+                "the job has taken its last step before this process had its state"
+            )
 
     def _start(self) -> None:
         """Let losses interrupt attempts alone, and SIGTERM be a notice, until `close`."""
@@ -326,6 +359,7 @@ class ElasticJob:
     def _begin_epoch(self) -> None:
         """Take over the members and the optimizers of a new state; give up copies of others."""
         self._member_ranks = self._members.member.members
+        self._knows_losses = not self.is_spare
         self._remove_hooks()
         for optimizer in optimizers_of(self.state):
             self._hooks.append(optimizer.register_step_pre_hook(self._before_write))
@@ -371,6 +405,10 @@ class ElasticJob:
         self._copies = {}
 
     def _snapshot(self) -> Snapshot:
+        if self.is_spare:  # nothing writes what it has, a tree of leaves
+            random = RandomState().state_dict()
+            self._last = Snapshot.of_leaves({"state": self.state, "random": random})
+            return self._last
         self._last = Snapshot({"state": self.state, "random": RandomState()}, self._last)
         return self._last
 
@@ -405,8 +443,7 @@ class ElasticJob:
             raise ValueError("job.save(): write ElasticJob(..., checkpoint=folder) to save into it")
         try:
             with termination.interruptible(True):
-                tree = {"state": named(self.state), "random": RandomState()}
-                save(tree, folder, step=self.step, keep=keep)
+                save(self._saved_tree(), folder, step=self.step, keep=keep)
         except (CheckpointError, OSError):
             raise
         except Exception as error:
@@ -421,14 +458,30 @@ class ElasticJob:
         step = None if newest is None else newest.step
         return facts_of(world.group(range(world.size)), 0, step)
 
-    def _load(self, step: int) -> None:
-        """Load a checkpoint into the state."""
-        like = {"state": self.state, "random": RandomState()}
-        self.state = self._loaded(like, step)["state"]
+    def _saved_tree(self) -> Any:
+        """Return what a checkpoint has; on ranks outside of the mesh without parts."""
+        tree = {"state": named(self.state), "random": RandomState()}
+        if not has_outside(self.mesh):
+            return tree
+        size = self.mesh.world.size
+        tree = without_stateful(tree)
+        sent = told_by_mesh(self.mesh, None if self.is_spare else without_parts(tree, size))
+        return with_empty_parts(sent, tree, self.mesh.world) if self.is_spare else tree
 
-    def _loaded(self, like: Any, step: int) -> Any:
-        """Return `like` with what a checkpoint has."""
-        return load_named(like, load(self._checkpoint or "", named(like), step=step))
+    def _loaded(self, mesh: DeviceMesh, like: Any, step: int) -> Any:
+        """Return `like`, made on a mesh, with what a checkpoint has."""
+        folder = self._checkpoint or ""
+        into = wanted_outside(mesh, named(like), lambda tree: wanted_in(folder, tree, step))
+        return load_named(like, load(folder, into, step=step))
+
+    def _recovered(self, version: StateCopy, like: Any, numbers: Sequence[int], **kw: Any) -> Any:
+        """Return `like`, made on the mesh of this epoch, with a version of the state.
+
+        Args: as of `recover`.
+        """
+        mesh = self._meshes[self._members.member.epoch]
+        into = wanted_outside(mesh, named(like), partial(wanted_from, version))
+        return load_named(like, recover(version, into, numbers, **kw))
 
     # -- a step ------------------------------------------------------------------------------------
 
@@ -609,7 +662,7 @@ class ElasticJob:
                 copies = hand_over(tree, self.step, self.mesh, leaving)
                 self._copies = {members.member.current: copies}
             members.wait_for_all()
-        self._regroup(Change(change.leaving, ()))
+        self._regroup(Change(change.leaving, {}))
 
     def _take_in(self) -> None:
         """Make processes members that want to join.
@@ -673,7 +726,7 @@ class ElasticJob:
             Exception: the error where this rank cannot go on; any of the agreement itself.
         """
         before = self._member_ranks
-        self._joining = ()  # they are asked again, since some members may not have heard of them
+        self._joining = {}  # they are asked again, since some members may not have heard of them
         if self._is_completing and error is not None:
             raise error  # this rank cannot complete the step, as it has promised
         while True:
@@ -719,7 +772,7 @@ class ElasticJob:
         world = members.regroup()
         with termination.interruptible(True):
             mesh = self._mesh_of(world.size)
-            state = self._build(mesh)
+            state = None if mesh.coordinate is None else self._build(mesh)
             like = {"state": state, "random": RandomState()}
             self._layouts[member.epoch] = Snapshot(like)
             self._meshes[member.epoch] = mesh
@@ -741,7 +794,15 @@ class ElasticJob:
         version = self._held_version(source)
         has_layouts = source.epoch in self._layouts
         copied = self._copied_versions()
-        holding = _Holding(False, False, False, copied, self._knows_losses, has_layouts)
+        holding = _Holding(
+            False,
+            False,
+            False,
+            copied,
+            self._knows_losses,
+            has_layouts,
+            bool(pipelines_of(like["state"])),
+        )
         if version is not None:
             holding = holding._replace(
                 is_inside=True,
@@ -755,10 +816,11 @@ class ElasticJob:
         if decision.is_held_by_all and holders and (are_whole or have_copies):
             if version is not None and are_whole:
                 version = self._version_alone(source)
-            version = self._with_all_stages(source, version, like)
+            if any(one.has_pipelines for one in told.values()):
+                version = self._with_all_stages(source, version)
             mesh = self._meshes.get(source.epoch)
             version = self._completed(holders, version, mesh, like)
-            return load_named(like, recover(version, named(like), numbers))
+            return self._recovered(version, like, numbers)
         return self._recover_earlier(decision, like, told, version)
 
     def _held_version(self, source: Copy) -> StateCopy | None:
@@ -774,18 +836,14 @@ class ElasticJob:
         """Return a version that this rank has, without copies of others'."""
         return StateCopy(source.step, self._versions[source].tree(), {}, {}, 0)
 
-    def _with_all_stages(
-        self, source: Copy, version: StateCopy | None, like: Any
-    ) -> StateCopy | None:
+    def _with_all_stages(self, source: Copy, version: StateCopy | None) -> StateCopy | None:
         """Return a version with what others have of pipelines: each rank has that of its stages.
 
         Args:
             version: None on ranks that have no part of it.
 
-        Communication: one all_gather of small objects, if there are pipelines.
+        Communication: one all_gather of small objects.
         """
-        if not pipelines_of(like["state"]):
-            return version
         number = None if version is None else source.members.index(self.rank)
         tree = None if version is None else version.state
         tree = whole_tree(tree, _everybody(), number)
@@ -861,12 +919,13 @@ class ElasticJob:
         member, source = self._members.member, decision.source
         newest = self._newest_checkpoint()
         holders = [rank for rank, one in told.items() if one.is_inside]
-        has_all_names = not pipelines_of(like["state"])  # not those of a stage that is lost
+        # not those of a stage that is lost
+        has_all_names = not any(one.has_pipelines for one in told.values())
         if newest == source.step and decision.is_held_by_all and holders and has_all_names:
             numbers = _numbers(source.members, member.members)
             mesh = self._meshes.get(source.epoch)
             whole = self._completed(holders, version, mesh, like)
-            return recover(whole, like, numbers, checkpoint=self._checkpoint)
+            return self._recovered(whole, like, numbers, checkpoint=self._checkpoint)
         common = _newest_common(told, member.members)
         if common is not None and (newest is None or common.step >= newest):
             holders = [rank for rank, one in told.items() if common in one.copied]
@@ -877,15 +936,15 @@ class ElasticJob:
             before = facts_of(_everybody(), holders[0], None if copies is None else copies.members)
             self._members.member = protocol.go_back(member, common.step)
             numbers = _numbers(before, member.members)
-            return load_named(like, recover(copied, named(like), numbers))
+            return self._recovered(copied, like, numbers)
         if newest is None or self._checkpoint is None:
             self._raise_lost(decision, told)
         self._members.member = protocol.go_back(member, newest)
         self._tell_losses(told, newest)
-        return self._loaded(like, newest)
+        return self._loaded(self._meshes[member.epoch], like, newest)
 
     def _tell_losses(self, told: Mapping[int, _Holding], step: int) -> None:
-        """Tell ranks that have just joined the losses, where they get the state of a checkpoint."""
+        """Tell ranks the losses that do not know them, where all get the state of a checkpoint."""
         knowing = [rank for rank, one in told.items() if one.knows_losses]
         if len(knowing) == len(told):
             return

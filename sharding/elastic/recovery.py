@@ -153,6 +153,18 @@ def _prepare(
     return _Recovery(old, tree, wants, plan, step)
 
 
+def wanted_from(state: Any, like: Any) -> Any:
+    """Return the tree of `like` with what is wanted for each leaf, as `recover` takes it.
+
+    None for None. Communication: none.
+    """
+    if like is None:
+        return None
+    world = current_world()
+    tree = state.state if isinstance(state, StateCopy) else state
+    return wanted_tree(like, _old_state(tree, world).stored, world)
+
+
 def _named(tree: Any) -> list[tuple[str, Any]]:
     return [(name_of(path), leaf) for path, leaf in leaves(tree)]
 

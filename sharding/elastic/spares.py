@@ -5,20 +5,26 @@ of the beginning. So a rank of the mesh sends it what a tree of state is, withou
 
     rank 0, in the mesh    {"w": f32[8] @ P("dp"), "lr": 0.1}
     rank 3, a spare        {"w": its part of the same layout, which is empty, "lr": 0.1}
+
+It has no objects either, since these are built on a mesh. Where all ranks take part, in a recovery
+or with a checkpoint, a rank of the mesh tells it which leaves its objects have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
+from ...mesh.comm.agreement import facts_of
 from ...mesh.comm.null import NullWorld
 from ...mesh.comm.thread_context import thread_context
+from ...mesh.comm.world import World
 from ...mesh.device_mesh import DeviceMesh
 from ...mesh.topology import Topology
+from ..checkpoint.plan import WantedTree, WholeTensor
 from ..checkpoint.tree import Leaf, PerRank, leaves, map_leaves, name_of
 from ..layout.layout import Layout
 from ..layout.partition_spec import P
@@ -49,7 +55,7 @@ class SentMesh(NamedTuple):
 
 
 class SentTree(NamedTuple):
-    """A tree of leaves with a `SentLayout` for each sharded tensor.
+    """A tree of leaves with a `SentLayout` for each sharded tensor or layout.
 
     Attributes:
         tree: the tree.
@@ -65,6 +71,8 @@ class SentTree(NamedTuple):
 def without_parts(tree: Any, size: int) -> SentTree:
     """Return a tree of leaves without the parts of its sharded tensors.
 
+    Layouts, and other tensors, that are wanted and not there yet are told as well.
+
     Args:
         size: of the world of their meshes.
     """
@@ -72,12 +80,15 @@ def without_parts(tree: Any, size: int) -> SentTree:
     numbers: dict[int, int] = {}  # id of a mesh -> its place among them
 
     def sent(_: Any, leaf: Any) -> Any:
-        if not isinstance(leaf, ShardedTensor):
+        if isinstance(leaf, WholeTensor):
+            return WholeTensor(None, leaf.device)
+        layout = leaf._layout if isinstance(leaf, ShardedTensor) else leaf
+        if not isinstance(layout, Layout):
             return leaf
-        number = numbers.setdefault(id(leaf.mesh), len(meshes))
+        number = numbers.setdefault(id(layout.mesh), len(meshes))
         if number == len(meshes):
-            meshes.append(leaf.mesh)
-        return SentLayout(number, leaf.spec, tuple(leaf.shape), leaf.dtype)
+            meshes.append(layout.mesh)
+        return SentLayout(number, layout.spec, tuple(layout.shape), layout.dtype)
 
     structure = map_leaves(tree, sent)
     sent_meshes = [
@@ -87,31 +98,78 @@ def without_parts(tree: Any, size: int) -> SentTree:
     return SentTree(structure, sent_meshes, size)
 
 
-def with_empty_parts(sent: SentTree, own: Any) -> Any:
+def with_empty_parts(sent: SentTree, own: Any, world: World | None = None) -> Any:
     """Return the tree that another rank has sent, on a rank that has no part of it.
 
     Args:
         own: this rank's tree, whose values of `PerRank` stay.
+        world: that of the meshes; by default one of which this rank is none.
     """
     own_values: Mapping[str, Any] = {name_of(path): leaf for path, leaf in leaves(own)}
-    meshes = _outside(sent)
+    layouts = _layouts(sent, world)
 
     def leaf(path: Any, value: Any) -> Any:
         if isinstance(value, PerRank):
             return own_values.get(name_of(path), value)
         if not isinstance(value, SentLayout):
             return value
-        mesh = meshes[value.mesh]
-        layout = Layout.of(mesh, value.spec, value.shape, value.dtype)
+        layout = layouts(value)
+        mesh: Any = layout.mesh
         part = torch.empty(layout.local_shape, dtype=value.dtype, device=mesh.device)
         return ShardedTensor._make_guarded(part, layout)
 
     return map_leaves(sent.tree, leaf)
 
 
-def _outside(sent: SentTree) -> list[DeviceMesh]:
-    """Return the meshes on a rank that is not of their world: it holds no part of anything."""
-    world = NullWorld(sent.size, sent.size + 1)
+def told_by_mesh(mesh: DeviceMesh, fact: Any) -> Any:
+    """Return what the lowest rank of a mesh tells all ranks of its world.
+
+    Args:
+        fact: that of this rank; only that of the lowest one matters.
+
+    Communication: a message of that rank to all.
+    """
+    world = mesh.world
+    return facts_of(world.group(range(world.size)), int(mesh.ranks.min()), fact)
+
+
+def has_outside(mesh: DeviceMesh) -> bool:
+    """Return whether there are ranks outside of the mesh."""
+    return mesh.ranks.size < mesh.world.size
+
+
+def wanted_outside(mesh: DeviceMesh, like: Any, wanted: Callable[[Any], Any]) -> Any:
+    """Return what a rank recovers or loads into: `like`, or outside of the mesh its leaves.
+
+    Args:
+        mesh: on which `like` was made.
+        like: objects; of any kind outside of the mesh.
+        wanted: returns their leaves, or None for None: it may communicate with all ranks.
+
+    Communication: that of `wanted` and of `told_by_mesh`; none if there are no ranks outside.
+    """
+    if not has_outside(mesh):
+        return like
+    is_inside = mesh.coordinate is not None
+    tree = wanted(like if is_inside else None)
+    sent = told_by_mesh(mesh, without_parts(tree, mesh.world.size) if is_inside else None)
+    if is_inside:
+        return like
+    layouts = _layouts(sent, mesh.world)
+    tree = map_leaves(
+        sent.tree, lambda _, want: layouts(want) if isinstance(want, SentLayout) else want
+    )
+    return WantedTree(tree)
+
+
+def _layouts(sent: SentTree, world: World | None) -> Callable[[SentLayout], Layout]:
+    """Return a function for the layouts that were sent, in a world, as of `with_empty_parts`."""
+    meshes = _outside(sent, world or NullWorld(sent.size, sent.size + 1))
+    return lambda one: Layout.of(meshes[one.mesh], one.spec, one.shape, one.dtype)
+
+
+def _outside(sent: SentTree, world: World) -> list[DeviceMesh]:
+    """Return the meshes on a rank that is in none of them: it holds no part of anything."""
     meshes: list[DeviceMesh] = []
     with thread_context.setting(world=world):
         for one in sent.meshes:

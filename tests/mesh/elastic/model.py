@@ -15,6 +15,12 @@ is to serve the store serves an empty one, and a store ends with its host.
 Next to what a member believes to hold (`Member.copies`), the model has what is in its memory: whole
 versions, and reduced gradients.
 
+A process that joins announces itself, and the rank that serves the store asks in a vote. After that
+step all members hear of it, meet, and are interrupted. It becomes a member when it reads, in the
+store of any rank, a decision that names it; members write it there when they have adopted one, and
+again when they report. Its number is the same for all. A decision that names it may be lost with a
+store; if the next one does not name it, it ends.
+
 A rank that is told to go asks for it in its next vote. After that step all members exchange what
 only it holds, meet, and are interrupted; those that stay count it as lost. It waits outside of the
 protocol, and ends at any time. What can come between is a death, after which some have met and
@@ -64,6 +70,7 @@ class Store(NamedTuple):
     decision: Decision | None = None
     reports: tuple[Report, ...] = ()
     gone: frozenset[int] = frozenset()
+    welcome: tuple[Decision, int] | None = None  # which names who joins; the host of its writer
 
     def with_report(self, report: Report) -> Store:
         others = [told for told in self.reports if told.rank != report.rank]
@@ -83,6 +90,9 @@ class Process(NamedTuple):
     copies: tuple[Copy, tuple[int, ...]] | None = None  # handed over by these: see `receiver`
     gone: frozenset[int] = frozenset()  # who has left, as far as it knows
     has_left: bool = False
+    is_announced: bool = False  # it wants to join, and has read no decision that names it
+    is_new: bool = False  # it has joined, and has not confirmed
+    candidates: tuple[int, ...] = ()  # whom it may take in if it decides
 
 
 class World(NamedTuple):
@@ -91,7 +101,8 @@ class World(NamedTuple):
     Attributes:
         committed: the versions that some rank, dead or alive, has taken for committed, by step.
         failed: the epochs in which a step has failed on a rank that lives; the others hear of it.
-        changes: epoch and step of the votes in which a rank has asked to go.
+        changes: epoch and step of the votes in which a rank has asked to go, or for one that joins.
+        strays: the epochs of processes that have joined and been interrupted before they confirmed.
     """
 
     processes: tuple[Process, ...]
@@ -102,6 +113,8 @@ class World(NamedTuple):
     failed: tuple[int, ...] = ()
     leavers_left: int = 0
     changes: tuple[tuple[int, int], ...] = ()
+    joiners_left: int = 0
+    strays: tuple[int, ...] = ()
 
 
 class Violation(AssertionError):
@@ -117,6 +130,7 @@ class Model:
         deaths: how many processes may die.
         failures: how often a step may fail on a rank that lives.
         leavers: how many ranks may be told to go.
+        joiners: how many processes may join: 0 or 1, and no rank leaves then.
         steps: how many steps are taken; then members wait.
         host: the rank that serves the store.
         mutation: a way in which the protocol is broken, for tests of the search itself.
@@ -130,6 +144,7 @@ class Model:
     host: int = 0
     failures: int = 0
     leavers: int = 0
+    joiners: int = 0
     write: Write = Write.LOCAL
     mutation: str = ""
     is_reduced: bool = True
@@ -144,6 +159,8 @@ class Model:
         for rank in range(self.size):
             member = protocol.first_member(rank, range(self.size), self.host, self.write)
             processes.append(Process(member, Memory(frozenset({member.current}))))
+        for rank in range(self.size, self.size + self.joiners):
+            processes.append(Process(_no_member(rank), Memory(frozenset()), False))
         return World(
             tuple(processes),
             (Store(self.host),),
@@ -151,6 +168,7 @@ class Model:
             self.deaths,
             self.failures,
             leavers_left=self.leavers,
+            joiners_left=self.joiners,
         )
 
     # -- where parts are ---------------------------------------------------------------------------
@@ -209,6 +227,9 @@ class Model:
                 continue
             if world.deaths_left:
                 yield f"{rank} dies", self.die(world, rank)
+            if process.is_announced:
+                yield from self.join(world, rank)
+                continue
             can_be_told = process.member.phase is Phase.REDUCE and not process.is_told_to_go
             if world.leavers_left and can_be_told and not process.member.is_interrupted:
                 told = replaced(world, rank, process._replace(is_told_to_go=True))
@@ -235,8 +256,14 @@ class Model:
             failed = tuple(sorted({*world.failed, member.epoch}))
             left = world.failures_left - 1
             yield f"{rank} fails", interrupted._replace(failures_left=left, failed=failed)
-        if member.epoch in world.failed:
-            yield f"{rank} hears of a failure", interrupted
+        if self.may_hear(world, member):
+            failed = tuple(sorted({*world.failed, member.epoch}))
+            yield f"{rank} hears of a failure", interrupted._replace(failed=failed)
+
+    def may_hear(self, world: World, member: Member) -> bool:
+        """Return whether a member can hear that another one has been interrupted in its epoch."""
+        is_meeting = member.phase is Phase.RESTORE
+        return member.epoch in world.failed or (is_meeting and member.epoch in world.strays)
 
     def settled(self, world: World) -> World:
         """Return the state after what comes next in any case, so that the search has fewer orders
@@ -245,7 +272,7 @@ class Model:
         before = None
         while before is not world:
             before = world
-            for rank in range(self.size):
+            for rank in range(self.size + self.joiners):
                 world = self.settle_rank(world, rank)
         return world
 
@@ -255,7 +282,7 @@ class Model:
         """
         process = world.processes[rank]
         member = process.member
-        if not process.is_alive or process.is_stopped or process.has_left:
+        if not process.is_alive or process.is_stopped or process.has_left or process.is_announced:
             return world
         if member.phase is Phase.COMPUTE and not member.is_interrupted:
             if self.begins_change(world, process):
@@ -270,14 +297,18 @@ class Model:
             lowest = next(r for r in member.members if world.processes[r].is_alive)
             if rank != lowest or (len(dead) == 1 and not member.lost):
                 return self.learn(world, rank, dead)
-        may_fail = world.failures_left or member.epoch in world.failed
+        may_fail = world.failures_left or self.may_hear(world, member)
         some_leave = world.leavers_left or any(
             other.is_told_to_go and other.is_alive for other in world.processes
+        )
+        some_join = world.joiners_left or any(
+            other.candidates or (other.is_announced and other.is_alive) for other in world.processes
         )
         if (
             not dead
             and not world.deaths_left
             and not some_leave
+            and not some_join
             and (member.is_interrupted or not may_fail)
         ):
             events = self.agree if member.is_interrupted else self.proceed
@@ -311,7 +342,10 @@ class Model:
     def end(self, world: World, rank: int) -> World:
         """A process ends: it dies, or has left."""
         process = world.processes[rank]
-        dead = Process(_sent(process.member), Memory(frozenset()), False, change=process.change)
+        sent = _sent(process.member)
+        if self.joiners:  # another epoch of this number may have other members
+            sent = sent._replace(members=process.member.members)
+        dead = Process(sent, Memory(frozenset()), False, change=process.change)
         dead = dead._replace(is_told_to_go=process.is_told_to_go)
         stores = tuple(store for store in world.stores if store.host != rank)
         return self.forget(replaced(world, rank, dead)._replace(stores=stores))
@@ -346,9 +380,13 @@ class Model:
         stores = {store.host: store for store in world.stores}
         store = stores.get(host, Store(host)).with_report(protocol.report(process.member))
         stores[host] = store._replace(gone=store.gone | process.gone)
-        return replaced(world, rank, process._replace(reported_to=host))._replace(
+        world = replaced(world, rank, process._replace(reported_to=host))._replace(
             stores=tuple(stores[at] for at in sorted(stores))
         )
+        if process.is_new:  # members of another epoch of this number hear of it while they meet
+            strays = tuple(sorted({*world.strays, process.member.epoch}))
+            world = world._replace(strays=strays)
+        return self.welcome(world, rank, host)
 
     def check_claims(self, process: Process) -> None:
         """Raise a Violation if a member reports a version that it neither has nor can complete."""
@@ -384,6 +422,8 @@ class Model:
                 changes = {*world.changes, (member.epoch, member.step)}
                 after = after._replace(changes=tuple(sorted(changes)))
             yield f"{rank} votes", after
+            if rank == member.store_host and self.can_ask(world):
+                yield f"{rank} votes, and asks for one that joins", self.ask(after, rank)
         elif phase is Phase.VOTE and self.write is Write.LOCAL:
             # nothing interrupts it, and if it dies meanwhile nobody sees what it had written
             written = protocol.finish_write(protocol.enter_write(member))
@@ -418,6 +458,7 @@ class Model:
             after = self.move(
                 world, rank, protocol.finish_confirm(member), Memory(frozenset({member.current}))
             )
+            after = replaced(after, rank, after.processes[rank]._replace(is_new=False))
             yield f"{rank} frees what it had", self.without_copies(after, rank)
 
     # -- ranks that leave --------------------------------------------------------------------------
@@ -444,11 +485,19 @@ class Model:
         leaving = tuple(r for r in member.members if world.processes[r].is_told_to_go)
         epoch, step, stage = process.change
         if stage == 1:
+            after = process._replace(change=(epoch, step, 2))
+            if self.joiners:
+                yield f"{rank} has heard who joins", replaced(world, rank, after)
+                return
             copies = None if self.mutation == "no hand-over" else (member.current, leaving)
-            after = process._replace(change=(epoch, step, 2), copies=copies)
-            yield f"{rank} has handed over", replaced(world, rank, after)
+            yield f"{rank} has handed over", replaced(world, rank, after._replace(copies=copies))
             return
         after = process._replace(change=(epoch, step, 3))
+        if self.joiners:
+            candidates = tuple(range(self.size, self.size + self.joiners))
+            after = after._replace(member=protocol.interrupt(member), candidates=candidates)
+            yield f"{rank} pauses", self.write_report(replaced(world, rank, after), rank)
+            return
         if rank in leaving:
             yield f"{rank} leaves", replaced(world, rank, after._replace(has_left=True))
             return
@@ -462,6 +511,46 @@ class Model:
         after = after._replace(member=member, gone=process.gone | set(leaving))
         yield f"{rank} pauses", self.write_report(replaced(world, rank, after), rank)
 
+    # -- a process that joins ----------------------------------------------------------------------
+
+    def ask(self, world: World, rank: int) -> World:
+        """The rank that serves the store asks in its vote for the process that wants to join."""
+        member = world.processes[rank].member
+        if world.joiners_left:
+            announced = Process(_no_member(self.size), Memory(frozenset()), is_announced=True)
+            world = replaced(world, self.size, announced)._replace(joiners_left=0)
+        changes = {*world.changes, (member.epoch, member.step)}
+        return world._replace(changes=tuple(sorted(changes)))
+
+    def can_ask(self, world: World) -> bool:
+        """Return whether a process wants to join, or may begin to."""
+        return world.joiners_left > 0 or any(p.is_announced and p.is_alive for p in world.processes)
+
+    def welcome(self, world: World, rank: int, host: int) -> World:
+        """Return the state after a member has told the process, in a store, that it is a member."""
+        member = world.processes[rank].member
+        if member.decision is None or not any(
+            world.processes[other].is_announced and world.processes[other].is_alive
+            for other in member.members
+        ):
+            return world
+        stores = {store.host: store for store in world.stores}
+        if host in stores:
+            stores[host] = stores[host]._replace(welcome=(member.decision, member.host))
+        return world._replace(stores=tuple(stores[at] for at in sorted(stores)))
+
+    def join(self, world: World, rank: int) -> Iterator[tuple[str, World]]:
+        """Yield that a process reads in some store that it is a member."""
+        welcomes = {store.welcome for store in world.stores if store.welcome is not None}
+        stores = tuple(store._replace(welcome=None) for store in world.stores)
+        for decision, host in sorted(welcomes):
+            member = protocol.joining_member(rank, decision, host, self.write)
+            process = Process(member, Memory(frozenset()), is_new=True)
+            after = replaced(world, rank, process)._replace(stores=stores)
+            yield f"{rank} joins by {decision}", after
+
+    # -- collectives -------------------------------------------------------------------------------
+
     def move(self, world: World, rank: int, member: Member, memory: Memory | None = None) -> World:
         process = world.processes[rank]
         memory = process.memory if memory is None else memory
@@ -473,7 +562,7 @@ class Model:
         if member.phase is Phase.REDUCE:
             parts = [held for held in self.holders(member.current).values() if member.rank in held]
             return set(chain([member.rank], *parts))
-        if member.phase is Phase.RESTORE:
+        if member.phase is Phase.RESTORE and not self.joiners:
             return self.senders(process)
         return member.members
 
@@ -504,6 +593,8 @@ class Model:
         for rank in ranks:
             other = world.processes[rank].member
             if other.epoch != member.epoch or (other.step, other.phase) < wanted:
+                return False
+            if self.joiners and other.members != member.members:
                 return False
         return True
 
@@ -538,6 +629,10 @@ class Model:
             after = self.write_report(replaced(world, rank, heard), rank)
             yield f"{rank} hears that {set(gone)} have left", after
             return
+        if process.is_new and last is not None and protocol.is_left_out(member, last):
+            if last.epoch > member.epoch or self.mutation != "waits when left out":
+                yield f"{rank} hears that others go on without it", self.end(world, rank)
+            return
         if last is not None and last.epoch > member.epoch:
             yield f"{rank} adopts {last}", self.adopt(world, rank, last)
             return
@@ -546,18 +641,26 @@ class Model:
             last = None
         if self.mutation == "every rank decides":
             member = member._replace(rank=member.leader)
-        decision = protocol.decide(
-            member, reports, last, lambda v, ranks: self.missing_with_copies(process, v, ranks)
-        )
-        if decision is None:
-            return
-        if self.mutation in ("not persisted", "every rank decides"):
-            yield f"{rank} decides by itself {decision}", self.adopt(world, rank, decision)
-            return
-        stores = tuple(
-            s._replace(decision=decision) if s.host == store.host else s for s in world.stores
-        )
-        yield f"{rank} writes {decision}", world._replace(stores=stores)
+        arriving = {process.candidates}
+        if not all(world.processes[other].is_alive for other in process.candidates):
+            arriving.add(())  # it may have seen that or not
+        for candidates in sorted(arriving):
+            decision = protocol.decide(
+                member,
+                reports,
+                last,
+                lambda v, ranks: self.missing_with_copies(process, v, ranks),
+                candidates,
+            )
+            if decision is None:
+                return
+            if self.mutation in ("not persisted", "every rank decides"):
+                yield f"{rank} decides by itself {decision}", self.adopt(world, rank, decision)
+                return
+            stores = tuple(
+                s._replace(decision=decision) if s.host == store.host else s for s in world.stores
+            )
+            yield f"{rank} writes {decision}", world._replace(stores=stores)
 
     def adopt(self, world: World, rank: int, decision: Decision) -> World:
         process = world.processes[rank]
@@ -576,8 +679,11 @@ class Model:
             versions = (versions - {before}) | {decision.source}
         elif decision.source in member.copies:
             versions = frozenset({decision.source})
-        process = process._replace(member=member, memory=Memory(versions), reported_to=None)
+        process = process._replace(
+            member=member, memory=Memory(versions), reported_to=None, candidates=()
+        )
         world = self.forget(replaced(world, rank, process))
+        world = self.welcome(world, rank, member.host)
         if process.gone & set(member.members):
             # a leader that has not heard of it has decided: the members agree again
             failed = tuple(sorted({*world.failed, member.epoch}))
@@ -606,6 +712,8 @@ class Model:
                 continue
             if other.member.rank in world.processes[rank].gone:
                 continue  # it will hear that others have gone on without it, and end
+            if other.is_new:
+                continue  # it has joined by a decision that was lost, and will hear of this one
             if other.member.members != decision.members:
                 raise Violation(
                     f"epoch {decision.epoch} has members {decision.members} for rank {rank}, and "
@@ -631,7 +739,11 @@ class Model:
         left: set[int] = set()  # as soon as one has met all others
         for process in world.processes:
             left |= process.gone
-        living = [p for p in world.processes if p.is_alive and p.member.rank not in left]
+        living = [
+            process
+            for process in world.processes
+            if process.is_alive and not process.is_announced and process.member.rank not in left
+        ]
         for version in {copy for process in living for copy in process.memory.versions}:
             holding = [
                 process.member.rank for process in living if version in process.memory.versions
@@ -660,6 +772,11 @@ class Model:
 def replaced(world: World, rank: int, process: Process) -> World:
     processes = world.processes
     return world._replace(processes=(*processes[:rank], process, *processes[rank + 1 :]))
+
+
+def _no_member(rank: int) -> Member:
+    """Return what stands for the member that a process is not yet."""
+    return Member(rank, -1, (), None, -1, Write.LOCAL, 0, 0, Phase.RESTORE, False, frozenset(), ())
 
 
 def _sent(member: Member) -> Member:
@@ -718,6 +835,8 @@ def explore(model: Model, at_end: Callable[[World], object] = lambda world: None
             world.failed,
             world.leavers_left,
             world.changes,
+            world.joiners_left,
+            world.strays,
         )
         return (*key, *rest), World(processes, stores, *rest)
 
@@ -766,7 +885,8 @@ def _faults_left(world: World) -> int:
 
 def check_finished(model: Model, world: World) -> None:
     """Raise a Violation unless all living members have finished, together."""
-    living = [p for p in world.processes if p.is_alive and not p.has_left]
+    # a process that no member has asked for reads that all have finished
+    living = [p for p in world.processes if p.is_alive and not p.has_left and not p.is_announced]
     for process in living:
         member = process.member
         if member.is_interrupted or member.step < model.steps or member.phase is not Phase.COMPUTE:

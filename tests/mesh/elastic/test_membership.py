@@ -9,13 +9,14 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch.distributed import TCPStore
 
-from shardmesh.mesh.elastic import joining, protocol
-from shardmesh.mesh.elastic.joining import newcomers, next_number
+from shardmesh.mesh.elastic import joining, membership, protocol
+from shardmesh.mesh.elastic.joining import newcomers
 from shardmesh.mesh.elastic.membership import (
     Change,
     ElasticJobError,
@@ -52,9 +53,10 @@ def member_of(rank: int, members: tuple[int, ...], address: StoreAddress) -> Mem
     one._presence = Presence(rank, one._infos, one._addresses)
     one._missing_parts = lambda *_: ()
     one._monitor, one._suspended, one._worlds_before = None, [], []
+    one._left_groups, one._closed_groups = [], []
     one._failure, one._told = None, None
     one._failed, one._failed_ranks = Counter(), Counter()
-    one._own_token, one._candidates, one._joining, one._taken = "0" * 16, (), {}, set()
+    one._own_token, one._candidates, one._joining, one._taken = "0" * 16, {}, {}, set()
     return one
 
 
@@ -78,7 +80,7 @@ def agree(members: list[Membership]) -> None:
 
 def test_the_decision_tells_who_joins(pair: tuple[list[Membership], TCPStore]):
     members, _store = pair
-    members[0].pause(Change((), (JOINER,)))
+    members[0].pause(Change((), {2: JOINER}))
     members[1].member = protocol.interrupt(members[1].member)  # it has not heard of it
     agree(members)
     for one in members:
@@ -95,7 +97,7 @@ def test_ranks_of_one_host_do_not_wait_for_ever_for_a_process_of_another_that_jo
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     members, _store = pair
     for one in members:
-        one.pause(Change((), (FAR,)))
+        one.pause(Change((), {2: FAR}))
     agree(members)
     for one in members:
         assert one.member.members == (0, 1, 2)
@@ -108,7 +110,7 @@ def test_who_joins_is_asked_again_if_the_leader_has_not_heard_of_it(
 ):
     members, _store = pair
     members[0].member = protocol.interrupt(members[0].member)
-    members[1].pause(Change((), (JOINER,)))
+    members[1].pause(Change((), {2: JOINER}))
     agree(members)
     for one in members:
         assert one.member.members == (0, 1)
@@ -121,7 +123,7 @@ def test_a_rank_whose_number_another_process_has_does_not_go_on(
 ):
     """As one that joined in an epoch which the others have not begun."""
     members, _store = pair
-    members[0].pause(Change((), (JOINER,)))
+    members[0].pause(Change((), {2: JOINER}))
     members[1].member = protocol.interrupt(members[1].member)
     agree(members)
     late = member_of(2, (0, 1, 2), members[0]._addresses[0])
@@ -139,7 +141,7 @@ def test_a_rank_that_leaves_hears_at_its_own_store_that_others_have_met():
     for one in (leaver, stayer):
         one._addresses[1] = served[1][1]
         one._presence.hear([2])
-    stayer.pause(Change((0,), ()))
+    stayer.pause(Change((0,), {}))
     leaver.member = protocol.interrupt(leaver.member)
     with pytest.raises(LeftOutError, match="rank 0 counts as lost for others"):
         leaver.agree()
@@ -157,15 +159,22 @@ def test_a_rank_that_leaves_is_told_while_those_that_hang_are_ended(
     calls: list[object] = []
     monkeypatch.setattr(stayer, "_suspend", lambda: calls.append("suspend"))
     monkeypatch.setattr(stayer, "_ask", lambda rank, _: calls.append(rank))
-    stayer.pause(Change((0,), ()))
+    stayer.pause(Change((0,), {}))
     assert calls == ["suspend", 0]
     assert stayer._presence.ended == {0}
 
 
-def test_numbers_are_not_those_of_an_epoch_that_others_have_begun():
-    reports = [protocol.report(protocol.first_member(0, (0, 1, 4), 0))]
-    assert next_number([0, 1, 2], reports) == 5
-    assert next_number([0, 1, 7], reports) == 8
+def test_who_joins_has_a_number_that_no_member_knows(
+    pair: tuple[list[Membership], TCPStore], monkeypatch: pytest.MonkeyPatch
+):
+    """One of them knows that of an epoch which no other one has begun."""
+    told = {0: (False, [JOINER.to_json()], 1), 1: (True, [], 4)}
+    monkeypatch.setattr(membership, "gather_facts", lambda *_: told)
+    for one in pair[0]:
+        one._world_members = (0, 1)
+        one.world = SimpleNamespace(size=2, group=lambda _: None)  # type: ignore[assignment]
+        monkeypatch.setattr(one, "_announced", list)
+        assert one.who_changes(False) == Change((1,), {5: JOINER})
 
 
 def test_a_process_is_taken_in_once():

@@ -39,6 +39,13 @@ LOCAL, UNDO, BARE = Write.LOCAL, Write.UNDO, Write.BARE
         slow(Model(2, 1, deaths=1, leavers=1, write=UNDO)),
         slow(Model(2, 2, deaths=1, leavers=1)),
         slow(Model(1, 3, deaths=2, leavers=1)),
+        Model(2, 1, deaths=0, steps=2, joiners=1),
+        Model(1, 2, deaths=1, steps=2, joiners=1),
+        Model(1, 2, deaths=1, host=1, joiners=1),
+        slow(Model(1, 2, deaths=1, write=UNDO, joiners=1)),
+        slow(Model(1, 3, deaths=2, joiners=1)),
+        slow(Model(2, 2, deaths=1, joiners=1)),
+        slow(Model(1, 2, deaths=0, failures=1, joiners=1)),
         slow(Model(3, 2, deaths=1, steps=2)),
         slow(Model(3, 2, deaths=1, host=5, write=UNDO)),
     ],
@@ -81,6 +88,12 @@ def test_a_broken_protocol_is_noticed(mutation: str, violation: str, deaths: int
 @pytest.mark.parametrize("mutation", ["no hand-over", "no meeting"])
 def test_parts_are_lost_with_a_rank_that_leaves_too_early(mutation: str):
     assert explore(Model(2, 1, deaths=0, leavers=1, mutation=mutation)).lost
+
+
+def test_a_process_that_joins_must_hear_that_others_go_on_without_it():
+    """It has joined by a decision that two deaths have kept from the others."""
+    with pytest.raises(Violation, match="deadlock: rank 3 waits"):
+        explore(Model(1, 3, deaths=2, joiners=1, mutation="waits when left out"))
 
 
 def test_a_rank_that_leaves_must_hear_that_others_have_met():

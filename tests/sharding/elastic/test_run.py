@@ -250,7 +250,7 @@ def test_the_rank_that_serves_the_store_leaves(forked: Forked, leaving: list[int
     assert len(value["losses"]) == STEPS
 
 
-@pytest.mark.parametrize("form", ["fsdp", slow("ddp"), slow("tp")])
+@pytest.mark.parametrize("form", ["fsdp", slow("ddp"), slow("tp"), slow("pp")])
 def test_a_process_joins(forked: Forked, form: str, tmp_path: Path):
     """From then on the job equals one of all ranks that begins with the checkpoint of the step."""
     more = str(tmp_path / "saved"), 0, int(form == "fsdp")  # without replicas: with copies
@@ -324,6 +324,18 @@ def test_a_spare_takes_the_place_of_a_lost_rank(forked: Forked, lost: int):
         assert ended[rank].value is not None, ended[rank].output
         assert ended[rank].value["losses"] == expected["losses"]
         assert ended[rank].value["hashes"] == expected["hashes"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("form", "lost"), [("hsdp", 0), ("pp", 1), ("fsdp", 0)])
+def test_a_spare_that_has_built_nothing_takes_a_place(
+    forked: Forked, form: str, lost: int, tmp_path: Path
+):
+    """`fully_shard` and `pipeline` are for ranks of the mesh; a spare takes part in checkpoints."""
+    job = Plan(RANKS, form, [(lost, 3, "backward", "kill")], spares=1, saves=True)
+    ended = run_plan(forked, job, tmp_path)
+    check(job, ended, forked, tmp_path / "replay")
+    assert (tmp_path / "saved" / "step-00000006").exists()
 
 
 @pytest.mark.slow

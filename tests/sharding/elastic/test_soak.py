@@ -73,16 +73,17 @@ def draw_copies(random: Random, size: int) -> Plan:
 
 
 def draw_spares(random: Random, size: int) -> Plan:
-    """A rank waits outside of the mesh, and may be the one that fails."""
-    form = random.choice(["ddp", "tp"])
+    """Ranks wait outside of the mesh, and may be the ones that fail."""
+    form = random.choice(FORMS)
     faults = draw_faults(random, size)
-    return Plan(size, form, faults, spares=1, redundancy=random.choice([0, 1]))
+    spares = 2 if size == 8 else 1
+    return Plan(size, form, faults, spares=spares, redundancy=random.choice([0, 1]))
 
 
 def draw_joining(random: Random, size: int) -> Plan:
     """A process joins, and meanwhile or later a rank fails, that one or another."""
-    size = min(size, 4)
-    form = random.choice(["ddp", "tp", "fsdp"])
+    form = random.choice(["ddp", "tp", "fsdp", "pp"])
+    size = 3 if form == "pp" else min(size, 4)
     joins_after = random.randrange(STEPS - 2)
     faults: list[Fault] = [(0, joins_after, "vote", "await")]
     of_joining: list[Fault] = []
