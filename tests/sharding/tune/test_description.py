@@ -101,7 +101,7 @@ def test_a_plain_module_of_two_kinds_of_blocks():
     assert costs.edges.parameters == costs.first == 4 * 8 + 8
     sizes = [2 * 8 * n + n + 8 for n in (16, 32, 32)]
     assert costs.block.parameters == pytest.approx(sum(sizes) / 3)
-    assert costs.largest_block == sizes[1]
+    assert costs.largest_block() == sizes[1]
     assert costs.block.forward.matmul == pytest.approx(2 * 2 * 8 * (16 + 32 + 32) / 3)
 
 
