@@ -38,8 +38,8 @@ def own_plan(model: nn.Module) -> dict[str, str]:
 def sequence_plan(model: nn.Module, blocks: str, plan: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the plan with activations between layers split along the sequence over "tp".
 
-    Sums over "tp" are scattered along the sequence, and the norms before a layer gather it. Those of
-    experts, which are no layers, stay whole.
+    Sums over "tp" are scattered along the sequence, and the norms before a layer gather it. Those
+    of experts, which are no layers, stay whole.
 
     Args:
         blocks: the path of the list of blocks, such as "model.layers".

@@ -249,7 +249,7 @@ def _split_experts(form: Form) -> list[str]:
         ]
     return [
         "def split_experts(model, mesh, policy):",
-        '    """Make a unit of the experts of each block, of which the ranks of fsdp share each."""',
+        '    """Make a unit of the experts of each block, which the ranks of fsdp share."""',
         "    for module in list(model.modules()):",
         '        if hasattr(module, "gate_up_proj") and hasattr(module, "num_experts"):',
         *share,
