@@ -64,7 +64,7 @@ lint: $(READY)
 	cd .venv/src && ../bin/lint-imports ../../pyproject.toml --no-cache
 
 clean:
-	rm -rf .venv build dist docs/_build docs/api *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist docs/_build docs/api docs/_static/switcher.json *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # torch first and pinned, so that nothing installed later chooses another. The links are for pyright: the package as it is installed.

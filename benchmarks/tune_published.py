@@ -203,7 +203,7 @@ def described(model: str, positions: int, rows: int) -> Description:
 def row_of(run: Run) -> str:
     """Return a row of the table."""
     form, device = run.form, device_of(run.device)
-    rows = form.dp * form.fsdp * form.rows * form.microbatches
+    rows = form.data * form.rows * form.microbatches
     model = described(run.model, run.positions, rows)
     reason = why_not(form, model)
     if reason is not None:

@@ -1,42 +1,57 @@
 """The order of predicted step times next to that of measured ones: 30 forms on gloo processes.
 
-    python benchmarks/tune_rank.py            30 forms, each in four processes
+    python benchmarks/tune_rank.py            30 forms in four processes, about ten minutes
     python benchmarks/tune_rank.py --quick    four forms of a tiny model
 
 First the ranks of this machine are measured together, as they run: products in bfloat16, copies
 and the shortest operator, and `sm.topology.calibrate` measures links. These price every form, and
-nothing is fitted to the steps. Then the printed program of each form runs. What is printed is
-Spearman's rank correlation of both orders, and how much longer than the fastest form the one takes
-that is predicted to be the fastest.
+nothing is fitted to the steps. Then the printed programs run in rounds: in each, four processes
+start once and run all forms one after the other, in another order, so that a slow minute of the
+machine does not meet the same form twice. A form's time is the median of its rounds, and its spread
+that of the fastest and the slowest one. A form that fails, or does not end, is left out, and the
+round goes on with the others.
+
+What is printed is Spearman's rank correlation of both orders, and how much longer than the fastest
+form the one takes that is predicted to be the fastest. The machine should do nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import os
+import random
+import signal
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import shardmesh as sm
+from shardmesh.mesh.launch.local_processes import LaunchError
 from shardmesh.mesh.topology import Topology
 from shardmesh.sharding.tune.description import Description
 from shardmesh.sharding.tune.devices import Device
 from shardmesh.sharding.tune.form import Form, why_not
-from shardmesh.sharding.tune.measure import measure_program
+from shardmesh.sharding.tune.measure import time_steps
 from shardmesh.sharding.tune.prices import Prices
 from shardmesh.sharding.tune.program import hugging_face_build, program_text
 from shardmesh.sharding.tune.step_time import StepTimes
 
 RANKS = 4
-WHOLE: dict[str, Any] = {"width": 256, "layers": 8, "positions": 256, "rows": 16, "steps": 3}
-QUICK: dict[str, Any] = {"width": 64, "layers": 2, "positions": 32, "rows": 8, "steps": 1}
+WHOLE: dict[str, Any] = {"width": 256, "layers": 8, "positions": 256, "rows": 16, "rounds": 4}
+QUICK: dict[str, Any] = {"width": 64, "layers": 2, "positions": 32, "rows": 8, "rounds": 2}
+_BUDGET_S = 540.0  # after which no round begins
+_FORM_S = 60  # in which a form of a round ends
+_STEPS = 1  # of a form in a round, after one that is not timed
 
 
 @dataclass(frozen=True)
@@ -145,6 +160,7 @@ def device_of_rates(measured: Rates) -> Device:
         attention=1.0,
         traffic=1.0,
         launch=measured.launch,
+        occupied=1.0,  # the cores that compute also move what gloo sends
         source="measured by benchmarks/tune_rank.py",
     )
 
@@ -163,8 +179,82 @@ def rank_correlation(one: list[float], other: list[float]) -> float:
     return 1 - 6 * squares / (n * (n**2 - 1))
 
 
-def run(quick: bool) -> tuple[list[tuple[Form, float, float]], list[str]]:
-    """Return (form, predicted seconds, measured seconds) of what ran, and why others did not."""
+def run_programs(texts: Sequence[tuple[int, str]], file: str, folder: str) -> None:
+    """Run programs one after the other as one rank, and note the seconds of each in a file.
+
+    A program that does not end ends the process, by the signal of an alarm.
+    """
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    with open(f"{file}-{os.environ['RANK']}", "a") as lines:
+        for number, text in texts:
+            signal.alarm(_FORM_S)
+            print(json.dumps([number, None]), file=lines, flush=True)
+            seconds, _ = time_steps(text, "cpu", _STEPS, folder)
+            print(json.dumps([number, seconds]), file=lines, flush=True)
+            gc.collect()
+    signal.alarm(0)
+
+
+def run_round(texts: dict[int, str], folder: Path) -> tuple[dict[int, float], dict[int, str]]:
+    """Run all programs once, in a random order.
+
+    Returns:
+        The seconds of each, of its slowest rank; and for those that did not run, why.
+    """
+    waiting = random.sample(sorted(texts), len(texts))
+    seconds: dict[int, float] = {}
+    failed: dict[int, str] = {}
+    while waiting:
+        with tempfile.TemporaryDirectory(dir=folder) as notes:
+            file = f"{notes}/rank"
+            programs = [(number, texts[number]) for number in waiting]
+            error: LaunchError | None = None
+            try:
+                sm.launch(run_programs, RANKS, (programs, file, os.getcwd()))
+            except LaunchError as raised:
+                error = raised
+            begun, ended = _noted(file)
+        seconds |= ended
+        waiting = [number for number in waiting if number not in ended]
+        if error is not None:
+            stopped = next((number for number in waiting if number in begun), None)
+            if stopped is None:
+                raise error  # before the first program
+            failed[stopped] = (error.traceback.strip().splitlines() or [str(error)])[-1]
+            waiting.remove(stopped)
+    return seconds, failed
+
+
+def _noted(file: str) -> tuple[set[int], dict[int, float]]:
+    """Return which programs began on a rank, and the seconds of those that ended on all."""
+    begun: set[int] = set()
+    by_rank: list[dict[int, float]] = []
+    for rank in range(RANKS):
+        path = Path(f"{file}-{rank}")
+        lines = path.read_text().splitlines() if path.exists() else []
+        entries = [json.loads(line) for line in lines]
+        begun |= {number for number, _ in entries}
+        by_rank.append({number: value for number, value in entries if value is not None})
+    everywhere = set(by_rank[0]).intersection(*by_rank[1:])
+    return begun, {number: max(one[number] for one in by_rank) for number in everywhere}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A form that ran: seconds of a step, as predicted, and as measured in each round."""
+
+    form: Form
+    predicted: float
+    rounds: tuple[float, ...]
+
+    @property
+    def measured(self) -> float:
+        """The median of the rounds."""
+        return median(self.rounds)
+
+
+def run(quick: bool) -> tuple[list[Row], list[str]]:
+    """Return the forms that ran, and why others did not."""
     import transformers
 
     sizes = QUICK if quick else WHOLE
@@ -185,40 +275,52 @@ def run(quick: bool) -> tuple[list[tuple[Form, float, float]], list[str]]:
     slowest = min(of_ranks, key=lambda measured: measured.flops)
     device = device_of_rates(slowest)
     times = StepTimes(described, Prices(device, slowest.topology, RANKS))
-    results: list[tuple[Form, float, float]] = []
-    failed: list[str] = []
+    chosen = forms(quick)
+    for form in chosen:
+        reason = why_not(form, described)
+        if reason is not None:
+            raise ValueError(f"{form}: {reason}")
+    random.seed(0)
+    rounds: list[dict[int, float]] = []
+    failed: dict[int, str] = {}
+    start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config.to_dict()))
-        for form in forms(quick):
-            reason = why_not(form, described)
-            if reason is not None:
-                raise ValueError(f"{form}: {reason}")
-            predicted = times.of(form, simulate=True).total
-            text = program_text(form, described, hugging_face_build(folder), node=RANKS)
-            print(form, file=sys.stderr)
-            measured = measure_program(text, RANKS, device="cpu", steps=sizes["steps"])
-            if measured.seconds is None:
-                failed.append(f"{form}: {measured.error}")
-            else:
-                results.append((form, predicted, measured.seconds))
-    return results, failed
+        build = hugging_face_build(folder)
+        texts = {
+            number: program_text(form, described, build, node=RANKS)
+            for number, form in enumerate(chosen)
+        }
+        while len(rounds) < sizes["rounds"] and time.perf_counter() - start < _BUDGET_S:
+            seconds, why = run_round(texts, Path(folder))
+            rounds.append(seconds)
+            failed |= why
+            texts = {number: text for number, text in texts.items() if number not in failed}
+            minutes = (time.perf_counter() - start) / 60
+            print(f"round {len(rounds)}: {minutes:.1f} minutes", file=sys.stderr)
+    rows = [
+        Row(chosen[n], times.of(chosen[n], simulate=True).total, tuple(one[n] for one in rounds))
+        for n in texts
+    ]
+    return rows, [f"{chosen[number]}: {why}" for number, why in failed.items()]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="four forms of a tiny model")
-    results, failed = run(parser.parse_args().quick)
-    print("| form | predicted, s | measured, s |")
-    print("|---|---|---|")
-    for form, predicted, measured in sorted(results, key=lambda row: row[2]):
-        print(f"| {form} | {predicted:.3f} | {measured:.3f} |")
+    rows, failed = run(parser.parse_args().quick)
+    print("| form | predicted, s | measured, s | fastest and slowest round |")
+    print("|---|---|---|---|")
+    for row in sorted(rows, key=lambda row: row.measured):
+        spread = f"{min(row.rounds):.3f} to {max(row.rounds):.3f}"
+        print(f"| {row.form} | {row.predicted:.3f} | {row.measured:.3f} | {spread} |")
     for line in failed:
         print(f"did not run: {line}")
-    correlation = rank_correlation([row[1] for row in results], [row[2] for row in results])
-    chosen = min(results, key=lambda row: row[1])[2]
-    fastest = min(row[2] for row in results)
+    correlation = rank_correlation([row.predicted for row in rows], [row.measured for row in rows])
+    chosen = min(rows, key=lambda row: row.predicted).measured
+    fastest = min(row.measured for row in rows)
     print(
-        f"\nrank correlation {correlation:.3f} of {len(results)} forms; the form predicted to be "
+        f"\nrank correlation {correlation:.3f} of {len(rows)} forms; the form predicted to be "
         f"the fastest takes {chosen / fastest - 1:.0%} more than the fastest"
     )
 

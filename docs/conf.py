@@ -1,17 +1,25 @@
-"""How Sphinx builds the site: `make docs`, then open docs/_build/html/index.html."""
+"""How Sphinx builds the site: `make docs`, then open docs/_build/html/index.html.
+
+The environment variable SITE says where the site is published, such as https://host/docs/. It is
+needed by the switch between versions; by default that is the root of any server, such as
+`python -m http.server --directory docs/_build/html`.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 from reference import as_restructured_text, write_reference
+from versions import write_versions
 
 import shardmesh as sm
 
 HERE = Path(__file__).parent
+SITE = os.environ.get("SITE", "/").rstrip("/") + "/"
 
 project = "shardmesh"
 author = "the authors of shardmesh"
@@ -46,6 +54,10 @@ html_css_files = ["site.css"]
 html_title = "shardmesh"
 html_theme_options = {
     "navbar_align": "left",
+    "navbar_end": ["version-switcher", "theme-switcher", "navbar-icon-links"],
+    "switcher": {"json_url": f"{SITE}_static/switcher.json", "version_match": version},
+    "check_switcher": False,  # which looks for the file before it is published
+    "show_version_warning_banner": True,
     "show_toc_level": 2,
     "secondary_sidebar_items": ["page-toc"],
     "pygments_light_style": "a11y-high-contrast-light",
@@ -75,5 +87,6 @@ def _link_or_text(match: re.Match[str]) -> str:
 
 def setup(app) -> None:
     write_reference(HERE / "api")
+    write_versions(HERE / "_static", version, SITE)
     app.connect("autodoc-process-docstring", _docstring, priority=100)
     app.connect("source-read", _without_links_to_folders)

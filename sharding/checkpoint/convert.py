@@ -11,7 +11,7 @@ import contextlib
 import os
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from ...mesh.text import shortened
 from .load import load
 from .safetensors import mapped_tensors, save_safetensors
 from .save import save
+from .storage.files import sync_folder, temporary_path
 from .storage.folder import MANIFEST, METADATA, complete
 from .storage.manifest import parse, read_index
 from .tree import leaves
@@ -100,9 +101,10 @@ def convert(
 ) -> Conversion:
     """convert(source, target, to) -> what was written: the values of `source` in another format.
 
-    In one process, which needs no mesh and no model. Weights of safetensors files are mapped into
-    memory as they are written; tensors of checkpoints are all in host memory meanwhile. Of values
-    that each rank has saved apart (`PerRank`), those of rank 0 are written.
+    In one process, which needs no mesh and no model. The target is written beside, under a name
+    that ends in `.unfinished`, and renamed when it is complete. Weights of safetensors files are
+    mapped into memory as they are written; tensors of checkpoints are all in host memory meanwhile.
+    Of values that each rank has saved apart (`PerRank`), those of rank 0 are written.
 
     Args:
         source: what `load` or `load_safetensors` reads, also a folder of
@@ -172,19 +174,19 @@ def run_conversion(
             tree, step = _read(source, step, key, to == "safetensors")
     tensors = [leaf for _, leaf in leaves(tree) if isinstance(leaf, Tensor)]
     size = sum(x.numel() * x.dtype.itemsize for x in tensors)
-    with progress(f"writing {target}", size, lambda: _bytes_in(target)):
-        if to == "checkpoint":
+    if to == "checkpoint":
+        with progress(f"writing {target}", size, lambda: _bytes_in(target)):
             save(tree, target, step=step or 0)
-        elif to == "safetensors":
-            target.mkdir(parents=True, exist_ok=True)
-            save_safetensors(tree, target, max_shard_size=max_shard_size)
-            _copy_config(config, target)
-        else:
-            from torch.distributed import checkpoint as dcp  # here because importing it takes long
-
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")
-                dcp.save(dict(tree), checkpoint_id=target, no_dist=True)
+    else:
+        with (
+            _unfinished(target.resolve()) as folder,
+            progress(f"writing {target}", size, lambda: _bytes_in(folder)),
+        ):
+            if to == "safetensors":
+                save_safetensors(tree, folder, max_shard_size=max_shard_size)
+                _copy_config(config, folder)
+            else:
+                _save_dcp(tree, folder)
     is_numbered = "checkpoint" in (source_format, to)
     return Conversion(
         str(source),
@@ -195,6 +197,31 @@ def run_conversion(
         size,
         step if is_numbered else None,
     )
+
+
+@contextlib.contextmanager
+def _unfinished(target: Path) -> Iterator[Path]:
+    """Give a new folder beside `target`, which becomes it at the end; an error removes it."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = temporary_path(target)
+    folder.mkdir()
+    try:
+        yield folder
+        sync_folder(folder)
+        os.rename(folder, target)  # which does not exist, or is empty
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    sync_folder(target.parent)
+
+
+def _save_dcp(tree: Any, folder: Path) -> None:
+    """Write a tree as torch.distributed.checkpoint does."""
+    from torch.distributed import checkpoint as dcp  # here because importing it takes long
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.save(dict(tree), checkpoint_id=folder, no_dist=True)
 
 
 def _bytes_in(folder: Path) -> int:

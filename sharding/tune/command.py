@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ...mesh.text import shortened, whole_number
+from .description import IMBALANCE
 from .devices import DEVICES
 from .form import Form, check_field
 from .program import function_build, hugging_face_build
@@ -60,6 +61,11 @@ def add_to(commands: Any) -> None:
     )
     add("--max-microbatch", metavar="ROWS", help="the most rows of a microbatch on a data rank")
     add(
+        "--imbalance",
+        metavar="FACTOR",
+        help="rows of the busiest rank's experts over the mean, by default 1.2",
+    )
+    add(
         "--measure",
         metavar="N",
         help="run the best N forms on this machine, and drop what runs out of memory",
@@ -96,6 +102,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
             fix=_fields(",".join(arguments.fix)),
             near=None if arguments.near is None else _form(arguments.near, devices or 0, batch),
             max_microbatch=_count("--max-microbatch", arguments.max_microbatch),
+            imbalance=_factor(arguments.imbalance),
             build=build,
             top=max(_count("--top", arguments.top) or 1, measured or 1),
         )
@@ -186,6 +193,13 @@ def _gigabytes(text: str | None) -> float | None:
     return value * 1e9
 
 
+def _factor(text: str | None) -> float:
+    try:
+        return IMBALANCE if text is None else float(text)
+    except ValueError:
+        raise ValueError(f"--imbalance {shortened(text or '')!r}: write a number from 1") from None
+
+
 def _fields(text: str) -> dict[str, Any]:
     """Return fields of a form: "tp=8,recompute=full" -> {"tp": 8, "recompute": "full"}.
 
@@ -211,7 +225,7 @@ def _form(text: str, devices: int, batch: Any) -> Form:
     if isinstance(batch, Mapping):
         first = next(iter(batch.values()))
     form = Form(**values)
-    data = form.dp * form.fsdp * form.rows
+    data = form.data * form.rows
     if "microbatches" not in values and first is not None and first.shape[0] % data == 0:
         values["microbatches"] = first.shape[0] // data
     return Form(**values)

@@ -50,12 +50,14 @@ class Kernel(NamedTuple):
         flops: of a matrix product, for one row of the batch.
         moved: bytes that it reads and writes, for one row.
         fixed: the same of weights and of their gradients, whatever the number of rows.
+        of_experts: whether it computes rows of experts.
     """
 
     kind: Kind
     flops: float
     moved: float
     fixed: float
+    of_experts: bool = False
 
 
 class Operation(NamedTuple):
@@ -185,6 +187,8 @@ class OperatorCounts(TorchDispatchMode):
         phase: what is counted; the caller replaces it between forward and backward.
         tape: the operators; the caller replaces its list likewise.
         block: the index of the block whose forward is running; the caller sets it.
+        in_experts: whether experts are running, forward or backward; the caller sets it.
+        rows_of_experts: the numbers of what operators of experts returned in forward.
         saved: the numbers of what autograd saves, without parameters and buffers.
         keys_and_values: bytes of the keys and values of all attention.
         report: what the program communicates; the caller sets it.
@@ -198,6 +202,8 @@ class OperatorCounts(TorchDispatchMode):
         self.phase = Phase()
         self.tape = Tape(constants)
         self.block: int | None = None
+        self.in_experts = False
+        self.rows_of_experts: set[int] = set()
         self.saved: set[int] = set()
         self.keys_and_values = 0
         self.report = CommReport()
@@ -239,11 +245,13 @@ class OperatorCounts(TorchDispatchMode):
                 fixed += _bytes(x)
             else:
                 moved += _bytes(x)
-        kernel = Kernel(kind, flops, moved, fixed)
+        kernel = Kernel(kind, flops, moved, fixed, self.in_experts)
         if kind != "attention":
             self.phase.add(kernel)
         tape = self.tape
         reads, writes = tape.bytes_of(inputs), tape.bytes_of(results)
+        if self.in_experts and self.block is not None:
+            self.rows_of_experts.update(writes)
         tape.operations.append(Operation(kernel, name, self.block, reads, writes))
 
     def _note_gradients(

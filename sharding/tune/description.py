@@ -10,7 +10,7 @@ several kinds (dense ones before mixtures) are counted one by one and averaged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -27,13 +27,20 @@ from ..layout.spec import P
 from ..parallel.data.wrap import AUTO, matching_modules
 from ..parallel.tensor.plan import parallelize
 from ..tensor.sharded_tensor import ShardedTensor
-from ..trees import tensors_in
+from ..trees import map_tensors, tensors_in
 from .counts import OperatorCounts, Phase, Progress, WithoutValues
 from .plans import own_plan, sequence_plan, styles_of
 from .repeated import shorten
 from .variants import backward_transient, compile_tape, eager, fused, received_in_block, select
 
 Loss = Callable[[Any, Any], Any]
+
+# Rows of the busiest rank's experts over the mean. pith-train (mlc-ai/pith-train,
+# tools/memory_estimator) measured 1.18 for Qwen3-30B-A3B, 8 of 128 experts and 4,096 tokens, and
+# takes 1.2.
+IMBALANCE = 1.2
+
+EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")  # of transformers' experts
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,7 @@ class Costs:
 
     Attributes:
         parameters: elements that the rank holds.
+        experts: those of experts among them, on one rank of ep.
         forward, backward: what it computes and sends.
         again: what selective recomputation computes and sends again in backward. It ends where
             autograd last saves something: before the last product of a block, and its last
@@ -51,9 +59,12 @@ class Costs:
         selected: bytes that it saves with selective recomputation, without the input of a block.
         gathered: bytes that it saves of what was gathered along the sequence.
         keys_and_values: bytes of the keys and values of attention.
+        dispatched: bytes of the rows that go to experts, each to all of its experts.
+        saved_by_experts, selected_by_experts: those of `saved` and `selected` that experts compute.
     """
 
     parameters: float = 0
+    experts: float = 0
     forward: Phase = field(default_factory=Phase)
     backward: Phase = field(default_factory=Phase)
     again: Phase = field(default_factory=Phase)
@@ -62,11 +73,15 @@ class Costs:
     selected: float = 0
     gathered: float = 0
     keys_and_values: float = 0
+    dispatched: float = 0
+    saved_by_experts: float = 0
+    selected_by_experts: float = 0
 
     def plus(self, other: Costs, factor: float = 1) -> Costs:
         """Return `self + factor * other`."""
         return Costs(
             self.parameters + factor * other.parameters,
+            self.experts + factor * other.experts,
             self.forward.plus(other.forward, factor),
             self.backward.plus(other.backward, factor),
             self.again.plus(other.again, factor),
@@ -75,7 +90,14 @@ class Costs:
             max(0.0, self.selected + factor * other.selected),
             max(0.0, self.gathered + factor * other.gathered),
             self.keys_and_values + factor * other.keys_and_values,
+            self.dispatched + factor * other.dispatched,
+            max(0.0, self.saved_by_experts + factor * other.saved_by_experts),
+            max(0.0, self.selected_by_experts + factor * other.selected_by_experts),
         )
+
+    def parameters_on(self, ep: int) -> float:
+        """Return the elements that a rank of ep holds."""
+        return self.parameters - self.experts + self.experts / ep
 
 
 @dataclass(frozen=True)
@@ -84,7 +106,7 @@ class ModelCosts:
 
     Attributes:
         block: a block, on average.
-        largest_block: parameters of the largest block.
+        kinds: a block of each kind.
         edges: what is outside of the blocks, with the loss.
         first: parameters outside of blocks that are used before them, such as an embedding.
         tied: whether a parameter is used on both sides.
@@ -94,13 +116,17 @@ class ModelCosts:
     """
 
     block: Costs
-    largest_block: float
+    kinds: tuple[Costs, ...]
     edges: Costs
     first: float
     tied: bool
     stream: float
     transient: float
     block_transient: float
+
+    def largest_block(self, ep: int = 1) -> float:
+        """Return the parameters of the largest block on a rank of ep."""
+        return max(kind.parameters_on(ep) for kind in self.kinds)
 
 
 @dataclass(frozen=True)
@@ -136,6 +162,7 @@ class Description:
         loss: a function of output and batch; see `default_loss`.
         plan: a plan of tensor parallelism in place of the model's own.
         dtype: in which the model computes.
+        imbalance: rows that the experts of the busiest rank of ep compute, over the mean.
 
     Attributes:
         rows, sequence: of the batch.
@@ -143,9 +170,13 @@ class Description:
         blocks: the path of their list.
         parameters: elements of all parameters; `table` those of embeddings.
         heads, key_value_heads, vocabulary, width: of the configuration; None if it has none.
+        experts: of a mixture, the fewest if its blocks have different ones; 0 without mixtures.
+        expert_paths: the paths of the modules with experts, as patterns.
+        odd_experts: why programs cannot split them; None if they can.
 
     Raises:
-        ValueError: the model has no blocks that repeat, or cannot run without values.
+        ValueError: the model has no blocks that repeat, or cannot run without values; an imbalance
+            below 1.
     """
 
     def __init__(
@@ -156,11 +187,17 @@ class Description:
         loss: Loss | None = None,
         plan: Mapping[str, Any] | None = None,
         dtype: torch.dtype = torch.bfloat16,
+        imbalance: float = IMBALANCE,
     ) -> None:
-        self.model, self.batch = model, batch
-        self.dtype = dtype
+        if not 1 <= imbalance < float("inf"):
+            raise ValueError(
+                f"tune(imbalance={imbalance!r}): rows of the busiest rank over the mean, at least 1"
+            )
+        self.model = model
+        self.batch = dict(batch) if isinstance(batch, Mapping) else batch
+        self.dtype, self.imbalance = dtype, imbalance
         self.loss = loss or default_loss
-        first = next(iter(tensors_in((batch,))), None)
+        first = next(iter(tensors_in((self.batch,))), None)
         if first is None or first.ndim == 0:
             raise ValueError(
                 f"tune: the batch is {batch!r}; pass a tensor whose dim 0 is rows, or a tuple or "
@@ -189,10 +226,22 @@ class Description:
         self.vocabulary: int | None = getattr(config, "vocab_size", None)
         self.width: int | None = getattr(config, "hidden_size", None)
         self.hidden: int | None = getattr(config, "intermediate_size", None)
+        mixtures = dict(_mixtures(model))
+        self.experts: int = min((inner.num_experts for inner in mixtures.values()), default=0)
+        self.expert_paths = sorted({self._pattern(path) for path in mixtures})
+        odd = (_why_odd(path, inner) for path, inner in mixtures.items())
+        self.odd_experts: str | None = next((why for why in odd if why is not None), None)
         self.plan: dict[str, Any] = own_plan(model) if plan is None else dict(plan)
         self.sequence_plan = sequence_plan(model, self.blocks, self.plan)
         self._costs: dict[tuple[int, bool, bool], ModelCosts] = {}
         self._stages: dict[tuple[int, bool, int], Stages] = {}
+
+    def _pattern(self, path: str) -> str:
+        """Return a path with a star for the index of the block."""
+        inside = path.removeprefix(f"{self.blocks}.")
+        if inside == path:
+            return path
+        return f"{self.blocks}.*.{inside.partition('.')[2]}"
 
     def plan_of(self, sequence_parallel: bool) -> dict[str, Any]:
         """Return the plan of tensor parallelism."""
@@ -225,7 +274,7 @@ class Description:
 
     def one_row(self) -> Any:
         """Return the first row of the batch, without values."""
-        return map_tensors(self.batch, lambda x: torch.empty_like(x[:1], device="meta"))
+        return map_tensors(lambda x: torch.empty_like(x[:1], device="meta"), (self.batch,))[0]
 
     def _count(self, tp: int, sequence_parallel: bool, compiled: bool) -> ModelCosts:
         kinds: dict[Any, list[int]] = {}
@@ -234,18 +283,18 @@ class Description:
             kinds.setdefault(signature, []).append(i)
         first = next(iter(kinds.values()))[0]
         one = self._run([first], tp, sequence_parallel, compiled)
-        average, largest = Costs(), 0.0
+        average, costs_of_kinds = Costs(), []
         edges = one.costs
         for members in kinds.values():
             two = self._run([first, members[0]], tp, sequence_parallel, compiled)
             block = two.costs.plus(one.costs, -1)
             average = average.plus(block, len(members) / self.layers)
-            largest = max(largest, block.parameters)
+            costs_of_kinds.append(block)
             if members[0] == first:
                 edges = one.costs.plus(block, -1)
         return ModelCosts(
             average,
-            largest,
+            tuple(costs_of_kinds),
             edges,
             one.first,
             one.tied,
@@ -273,7 +322,8 @@ class Description:
 
         try:
             model = eval_shape(prepared, model, mesh=mesh).result
-            evaluated = eval_shape(step, model, map_tensors(self.batch, place), mesh=mesh)
+            batch = map_tensors(place, (self.batch,))[0]
+            evaluated = eval_shape(step, model, batch, mesh=mesh)
         except (RuntimeError, NotImplementedError) as error:
             raise ValueError(
                 f"tune: {type(model).__name__} cannot run without values, which counting needs: "
@@ -328,8 +378,11 @@ def _run_once(model: nn.Module, batch: Any, loss: Loss, blocks: str, *, is_compi
         saved = compiled.saved
         forward = replace(forward, kernels=compiled.forward)
         backward = replace(backward, kernels=compiled.backward)
+    by_experts = counts.rows_of_experts
+    in_experts = {id(x): x for _, inner in _mixtures(model) for x in inner.parameters()}
     costs = Costs(
         sum(map(_local_numel, parameters)),
+        sum(map(_local_numel, in_experts.values())),
         forward,
         backward,
         again,
@@ -338,6 +391,9 @@ def _run_once(model: nn.Module, batch: Any, loss: Loss, blocks: str, *, is_compi
         sum(tape.sizes[key] for key in selective.saved),
         sum(tape.sizes[key] for key in saved & received_in_block(forward_operations)),
         counts.keys_and_values,
+        places.dispatched,
+        sum(tape.sizes[key] for key in saved & by_experts),
+        sum(tape.sizes[key] for key in selective.saved & by_experts),
     )
     return _Run(
         costs,
@@ -383,13 +439,53 @@ def default_loss(output: Any, batch: Any) -> Any:
     return first.float().mean()
 
 
+def _mixtures(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield paths and modules whose parameters have a slice for each expert.
+
+    Those of transformers do: `num_experts`, and stacks of matrices of so many.
+    """
+    for path, inner in model.named_modules():
+        count = getattr(inner, "num_experts", None)
+        own = list(inner.parameters(recurse=False))
+        is_stack = all(x.ndim > 1 and x.shape[0] == count for x in own)
+        if isinstance(count, int) and is_stack and any(x.ndim == 3 for x in own):
+            yield path, inner
+
+
+def _why_odd(path: str, experts: nn.Module) -> str | None:
+    """Return why the program's function for experts does not compute those of a module."""
+    names = {name for name, _ in experts.named_parameters()}
+    is_plain = names == {*EXPERT_WEIGHTS} and hasattr(experts, "_apply_gate")
+    if is_plain and not getattr(experts, "is_transposed", False):
+        return None
+    return (
+        f"the experts {path} have the weights {', '.join(sorted(names))}; programs split those of "
+        "transformers with gate_up_proj and down_proj of [experts, outputs, inputs]"
+    )
+
+
+class _EndOfBackward(torch.autograd.Function):
+    """Identity; calls a function in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Callable[[], None]) -> Tensor:
+        ctx.function = function
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.function()
+        return grads[0], None
+
+
 class _Places:
     """Where modules with parameters are called: before the blocks, or after the first of them.
 
-    Tells the counts in which block they are.
+    Tells the counts in which block they are, and whether in its experts.
 
     Attributes:
         stream: bytes of the tensors that the first block is called with.
+        dispatched: bytes of the rows that go to experts.
         begin: index of a block -> where forward stood when it began.
     """
 
@@ -400,7 +496,7 @@ class _Places:
         self._before: list[Tensor] = []
         self._after: list[Tensor] = []
         self._handles: list[Any] = []
-        self.stream = 0.0
+        self.stream = self.dispatched = 0.0
         self.begin: dict[int, Progress] = {}
 
     def __enter__(self) -> None:
@@ -411,6 +507,9 @@ class _Places:
         for index, block in enumerate(self._blocks.children()):
             self._handles.append(block.register_forward_pre_hook(partial(self._enter, index)))
             self._handles.append(block.register_forward_hook(self._leave, always_call=True))
+        for _, inner in _mixtures(self._model):
+            self._handles.append(inner.register_forward_pre_hook(self._enter_experts))
+            self._handles.append(inner.register_forward_hook(self._leave_experts))
         for inner in self._model.modules():
             own = list(inner.parameters(recurse=False))
             if own and id(inner) not in self._inside:
@@ -440,6 +539,27 @@ class _Places:
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._counts.block = None
 
+    def _enter_experts(self, module: nn.Module, args: Any) -> Any:
+        """Note what goes to experts; a call has rows, and the experts of each."""
+        tensors = [x for x in args if isinstance(x, Tensor)]
+        if len(tensors) < 2 or isinstance(tensors[0], ShardedTensor):
+            return None  # counts are those of experts that are whole
+        rows, choices = tensors[:2]
+        self.dispatched += choices.numel() * rows.shape[-1] * rows.element_size()
+        self._set_in_experts(True)
+        if args[0] is not rows or not rows.requires_grad:
+            return None
+        return _EndOfBackward.apply(rows, partial(self._set_in_experts, False)), *args[1:]
+
+    def _leave_experts(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._set_in_experts(False)
+        is_marked = isinstance(args[0], Tensor) and args[0].grad_fn is not None
+        if is_marked and isinstance(output, Tensor) and not isinstance(output, ShardedTensor):
+            output.register_hook(lambda grad: self._set_in_experts(True))
+
+    def _set_in_experts(self, value: bool) -> None:
+        self._counts.in_experts = value
+
     def _on_module(self, module: nn.Module, args: Any) -> None:
         uses = self._after if self.stream else self._before
         uses += module.parameters(recurse=False)
@@ -447,13 +567,3 @@ class _Places:
 
 def _local_numel(x: Tensor) -> int:
     return x._local.numel() if isinstance(x, ShardedTensor) else x.numel()
-
-
-def map_tensors(tree: Any, convert: Callable[[Tensor], Any]) -> Any:
-    if isinstance(tree, Tensor):
-        return convert(tree)
-    if isinstance(tree, Mapping):
-        return {key: map_tensors(value, convert) for key, value in tree.items()}
-    if isinstance(tree, tuple | list):
-        return type(tree)(map_tensors(value, convert) for value in tree)
-    return tree

@@ -26,6 +26,7 @@ class Device:
         attention: fraction of `flops` that fused attention reaches.
         traffic: fraction of `bandwidth` that other operators reach.
         launch: the shortest time of a kernel, in seconds.
+        occupied: fraction of the multiprocessors that a collective takes from kernels next to it.
         collectives: measured (latency, bytes of the whole tensor per second) of a collective inside
             a node, by the number of ranks; empty if there is no such table.
         source: where the numbers are from.
@@ -41,6 +42,7 @@ class Device:
     attention: float = 0.35
     traffic: float = 0.80
     launch: float = 7e-6
+    occupied: float = 24 / 132
     collectives: Mapping[str, Mapping[int, tuple[float, float]]] = field(default_factory=dict)
     source: str = ""
 
@@ -52,7 +54,10 @@ class Device:
 # Fractions. Matrix products: 70 % of the peak, and at least 7 us for a kernel, as AutoParallel
 # (meta-pytorch) takes. Attention: torch's scaled_dot_product_attention runs FlashAttention-2, which
 # reaches 35 % of an H100 (Shah et al. 2024, arXiv 2407.08608) and 70 % of an A100 (Dao 2023, arXiv
-# 2307.08691). Other operators: 80 % of the memory's bandwidth.
+# 2307.08691). Other operators: 80 % of the memory's bandwidth. Collectives: NCCL's all_gather of
+# FSDP launches 24 blocks, each of which occupies one of an H100's 132 multiprocessors (NVIDIA's
+# developer forum, topic 337991); computation next to collectives was measured to take 18.9 % longer
+# on average, on A100, H100, MI210 and MI250 (arXiv 2507.03114).
 #
 # A device with a limit of power below that of its data sheet computes at a lower clock. The power
 # of a circuit grows with clock times voltage squared, and voltage with the clock, so the clock goes

@@ -1,8 +1,8 @@
 """Bytes and memory of a form by `eval_shape`: the program's step, as rank 0, without values.
 
 Two copies of the model run, with one block and with two, for one and for two microbatches, and the
-rest follows: bytes and memory are linear in both. Forms with a pipeline and those that recompute
-are not evaluated.
+rest follows: bytes and memory are linear in both. Forms with a pipeline, those that recompute, and
+those that split experts are not evaluated.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from ..parallel.data.fully_shard import data_parallel, fully_shard
 from ..parallel.data.precision import MixedPrecisionPolicy
 from ..parallel.tensor.plan import parallelize
 from ..tensor.autograd.leaf_grads import accumulate_grads
+from ..trees import map_tensors
 from .counts import OperatorCounts, WithoutValues
-from .description import Description, call, map_tensors
+from .description import Description, call
 from .form import Form
 from .plans import styles_of
 from .program import mesh_axes
@@ -48,10 +49,10 @@ def evaluate(form: Form, model: Description) -> Exact:
     """Return what a step of the program needs on rank 0.
 
     Raises:
-        ValueError: the form has a pipeline, or recomputes.
+        ValueError: the form has a pipeline, recomputes, or splits experts.
     """
-    if form.pp > 1 or form.recompute == "full":
-        raise ValueError(f"{form}: pipelines and recomputation are not evaluated")
+    if form.pp > 1 or form.recompute == "full" or form.ep > 1:
+        raise ValueError(f"{form}: pipelines, recomputation and ep are not evaluated")
     one_block = _evaluate(form, model, blocks=1)
     if model.layers == 1:
         return one_block
@@ -82,7 +83,7 @@ def _evaluate(form: Form, model: Description, blocks: int) -> Exact:
     def layout_of(x: torch.Tensor) -> Layout:
         return Layout.of(mesh, spec, (rows, *x.shape[1:]), x.dtype)
 
-    batch = map_tensors(model.one_row(), layout_of)
+    batch = map_tensors(layout_of, (model.one_row(),))[0]
     short = model.shortened(list(range(blocks)))
     once, received = _run(short, batch, form, model, mesh, 1)
     if form.microbatches == 1:

@@ -10,7 +10,7 @@ from .description import Description
 Recompute = Literal["none", "selective", "full"]
 Gather = Literal["microbatch", "step"]
 Zero = Literal[1, 2, 3]
-AXES = ("pp", "dp", "fsdp", "cp", "tp")  # major to minor
+AXES = ("pp", "dp", "fsdp", "cp", "ep", "tp")  # major to minor
 
 
 class Group(NamedTuple):
@@ -37,9 +37,11 @@ class Form:
     Attributes:
         pp: ranks along the pipeline.
         dp: replicas of the sharded parameters (HSDP), or of whole ones if fsdp and cp are 1 (DDP).
-        fsdp: ranks that share parameters, gradients and optimizer state, with those of cp.
+        fsdp: ranks that share parameters, gradients and optimizer state, with those of cp and ep.
         cp: ranks that share each sequence, with ring attention.
         tp: ranks that share each matrix product.
+        ep: ranks that have experts of their own, and rows of the batch of their own. Rows travel to
+            the ranks of their experts and back. Of experts only those of fsdp share parameters.
         sequence_parallel: activations between layers are split along the sequence over tp.
         schedule: of the pipeline.
         stages: stages on each rank of the pipeline.
@@ -63,6 +65,7 @@ class Form:
     fsdp: int = 1
     cp: int = 1
     tp: int = 1
+    ep: int = 1
     sequence_parallel: bool = False
     schedule: str = "1f1b"
     stages: int = 1
@@ -94,17 +97,25 @@ class Form:
     @property
     def devices(self) -> int:
         """The number of ranks."""
-        return self.pp * self.dp * self.fsdp * self.cp * self.tp
+        return self.pp * self.data * self.cp * self.tp
+
+    @property
+    def data(self) -> int:
+        """The number of ranks that have rows of the batch of their own."""
+        return self.dp * self.fsdp * self.ep
 
     @property
     def shards(self) -> int:
-        """The number of ranks that share a parameter of a stage and a tp rank."""
-        return self.fsdp * self.cp
+        """The number of ranks that share a parameter of a stage and a tp rank, but of experts."""
+        return self.fsdp * self.cp * self.ep
 
     def group(self, axis: str, node: int) -> Group:
-        """Return the group of an axis on nodes of so many devices; "shards" is fsdp and cp."""
+        """Return the group of an axis on nodes of so many devices.
+
+        "shards" is fsdp, cp and ep.
+        """
         size = self.shards if axis == "shards" else getattr(self, axis)
-        names = AXES[AXES.index("cp" if axis == "shards" else axis) + 1 :]
+        names = AXES[AXES.index("ep" if axis == "shards" else axis) + 1 :]
         stride = 1
         for name in names:
             stride *= getattr(self, name)
@@ -171,6 +182,10 @@ def why_not(form: Form, model: Description) -> str | None:
         ):
             if isinstance(count, int) and count % form.tp:
                 return f"tp={form.tp} does not divide {count:,} {name}"
+    if form.ep > 1:
+        reason = _why_no_experts(form, model)
+        if reason is not None:
+            return reason
     if form.sequence_parallel and (form.tp == 1 or model.sequence_plan is None):
         return "sequence parallelism needs tp > 1 and a plan with rowwise layers"
     if form.regather and (not form.sequence_parallel or form.recompute != "none"):
@@ -189,13 +204,32 @@ def why_not(form: Form, model: Description) -> str | None:
         return f"recompute={form.recompute}: the model has no gradient_checkpointing_enable()"
     if form.pp * form.stages > model.layers:
         return f"pp={form.pp}: {form.pp * form.stages} stages, and {model.layers} blocks"
-    if model.rows != form.dp * form.fsdp * form.rows * form.microbatches:
+    if model.rows != form.data * form.rows * form.microbatches:
+        ep = f" ep={form.ep}" if form.ep > 1 else ""
         return (
-            f"dp={form.dp} fsdp={form.fsdp}: {form.dp * form.fsdp} data ranks with "
+            f"dp={form.dp} fsdp={form.fsdp}{ep}: {form.data} data ranks with "
             f"{form.microbatches} x {form.rows} rows, and the batch has {model.rows:,}"
         )
     if form.pp > 1 and form.schedule in ("interleaved", "zb_h1") and form.stages > 1:
         rounds = max(1, form.microbatches // form.pp)
         if form.microbatches % rounds:
             return f"{form.schedule}: {form.microbatches} microbatches in {rounds} equal rounds"
+    return None
+
+
+def _why_no_experts(form: Form, model: Description) -> str | None:
+    """Return why the experts of a model cannot be split over ep; None if they can."""
+    if not model.experts:
+        return f"ep={form.ep}: the model has no experts"
+    if model.experts % form.ep:
+        return f"ep={form.ep} does not divide {model.experts:,} experts"
+    if model.odd_experts is not None:
+        return f"ep={form.ep}: {model.odd_experts}"
+    if form.tp > 1 or form.cp > 1:
+        other = "tp" if form.tp > 1 else "cp"
+        return f"ep={form.ep} {other}={getattr(form, other)}: experts are split with tp=1 and cp=1"
+    if form.zero < 3:
+        return f"ep={form.ep} zero={form.zero}: experts are split with zero=3"
+    if form.recompute == "selective":
+        return f"ep={form.ep}: selective recomputation does not take the exchange of rows"
     return None

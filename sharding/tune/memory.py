@@ -1,7 +1,7 @@
 """Bytes of a training step on a rank, by part, in closed form.
 
 With P parameters on the rank's stages and tp rank, n ranks that share them, bfloat16 in use, and
-AdamW in float32:
+AdamW in float32; in use are of experts those of the rank of ep:
 
     parameters     4 P / n
     gradients      4 P / n, if an earlier microbatch has made some
@@ -85,26 +85,37 @@ def memory_of(form: Form, model: Description, rank: int) -> Memory:
     held = sum(split.parameters[stage] for stage in stages)
     blocks = sum(split.layers[stage] for stage in stages)
     edges = held - blocks * costs.block.parameters
+    used = edges + blocks * costs.block.parameters_on(form.ep)
+    largest = costs.largest_block(form.ep)
     shards = form.shards
     live = live_microbatches(form, rank)
     block = costs.block
+    # of the busiest rank: what experts compute beyond the mean
+    more = model.imbalance - 1 if form.ep > 1 else 0.0
     again = 0.0  # bytes of a row that backward of a block computes or gathers again
-    saved = block.saved
+    whole_saved = saved = block.saved + more * block.saved_by_experts
+    if form.ep > 1:  # what comes back is saved beside what experts return
+        whole_saved = saved = saved + block.dispatched
     if form.regather:
         again = block.gathered
         saved -= again
     elif form.recompute != "none":
-        saved = costs.stream + (block.selected if form.recompute == "selective" else 0.0)
-        again = max(0.0, block.saved - saved)
+        saved = costs.stream
+        if form.recompute == "selective":
+            saved += block.selected + more * block.selected_by_experts
+        again = max(0.0, whole_saved - saved)
     activations = scale * live * blocks * saved
     has_loss = len(split.layers) - 1 in stages
     # With recomputation, copies in use last no longer than gathered parameters do.
     keeps = form.gather == "step" or form.zero < 3
     frees = not keeps and (shards > 1 or form.recompute != "none")
-    in_use = edges if frees else held
+    in_use = edges if frees else used
+    if frees and form.fsdp > 1 and 1 < form.ep < model.experts:
+        # gathered along another dim than that of experts, they are copies that last until backward
+        in_use += blocks * block.experts / form.ep
     sums_whole = form.gather == "step" or (form.zero == 1 and form.microbatches > 1)
-    whole = _IN_USE * in_use + (_REDUCED * held if shards > 1 and sums_whole else 0.0)
-    of_blocks = min(2 if shards > 1 else 1, blocks) * costs.largest_block if frees else 0.0
+    whole = _IN_USE * in_use + (_REDUCED * used if shards > 1 and sums_whole else 0.0)
+    of_blocks = min(2 if shards > 1 else 1, blocks) * largest if frees else 0.0
     gradients = _OWN * held / shards
     # Sums of earlier microbatches: none if all forwards come before the first backward, and whole
     # ones, among what is gathered, with gather="step" and zero=1.
@@ -115,14 +126,15 @@ def memory_of(form: Form, model: Description, rank: int) -> Memory:
     last = edges - costs.first if has_loss else 0.0
     head = reduction = opened = 0.0
     if shards == 1:
-        opened = _REDUCED * costs.largest_block  # a buffer that gradients are copied into
+        opened = _REDUCED * largest  # a buffer that gradients are copied into
     elif frees:  # gradients of the head wait for those of the embedding
         head = _IN_USE * last
-        reduction = _REDUCED * costs.largest_block
-        of_blocks += costs.largest_block / shards  # cast for the next gather
+        reduction = _REDUCED * largest
+        of_blocks += costs.largest_block() / shards  # cast for the next gather
     in_blocks = whole + _IN_USE * of_blocks + head
-    products = _IN_USE * costs.largest_block + max(reduction, opened)
-    begin = scale * (again + costs.block_transient)
+    products = _IN_USE * largest + max(reduction, opened)
+    of_experts = 1 + more if block.experts else 1.0
+    begin = scale * (again + of_experts * costs.block_transient)
     if form.pp > 1:
         begin += scale * costs.stream  # a gradient that is received
     one = scale * saved

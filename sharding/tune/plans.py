@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
@@ -37,7 +38,8 @@ def own_plan(model: nn.Module) -> dict[str, str]:
 def sequence_plan(model: nn.Module, blocks: str, plan: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the plan with activations between layers split along the sequence over "tp".
 
-    Sums over "tp" are scattered along the sequence, and the norms before a layer gather it.
+    Sums over "tp" are scattered along the sequence, and the norms before a layer gather it. Those
+    of experts, which are no layers, stay whole.
 
     Args:
         blocks: the path of the list of blocks, such as "model.layers".
@@ -48,12 +50,15 @@ def sequence_plan(model: nn.Module, blocks: str, plan: Mapping[str, Any]) -> dic
     """
     if not any(_is_summed(style) for style in plan.values()):
         return None
+    names = [name for name, _ in model.named_modules()]
     out: dict[str, Any] = {}
     for path, style in plan.items():
-        if isinstance(style, rowwise):
-            out[path] = replace(style, out=_SEQUENCE) if _is_summed(style) else style
+        if not _is_summed(style) or not any(fnmatchcase(name, path) for name in names):
+            out[path] = style
+        elif isinstance(style, rowwise):
+            out[path] = replace(style, out=_SEQUENCE)
         else:
-            out[path] = 'rowwise(out=P(None, "tp"))' if _is_summed(style) else style
+            out[path] = 'rowwise(out=P(None, "tp"))'
     for name, module in model.named_modules():
         parameters = list(module.parameters(recurse=False))
         parent, _, last = name.rpartition(".")

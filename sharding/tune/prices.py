@@ -82,6 +82,8 @@ class Prices:
                 network = received
             else:
                 network = received * (n - group.in_node) / (n - 1) / rails
+            if op == "all_to_all":  # each rank lacks something else
+                network *= group.in_node
             network /= self.topology.network.bandwidth
         moving = max(received / self.topology.local.bandwidth, network)
         factor = self.topology.factor("all_to_all" if op == "permute" else op)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from itertools import accumulate
 
-from .description import Description, stage_layers, takes_use_cache
-from .form import Form
+from ..layout.spec import P
+from .description import EXPERT_WEIGHTS, Description, stage_layers, takes_use_cache
+from .form import AXES, Form
 from .plans import plan_text, style_text
+
+_SPLIT = P("ep")  # of stacks of matrices
 
 PLACEHOLDER = "PATH/TO/MODEL"  # in programs for a model of which no one said where it is
 
@@ -24,10 +27,9 @@ _TITAN_SCHEDULES = {
 def mesh_axes(form: Form) -> dict[str, int]:
     """Return the axes of the program's mesh, at least one of them for data."""
     sizes = form.sizes
-    if sizes.keys() <= {"pp", "tp"}:
-        sizes["fsdp"] = 1
-    order = ("pp", "dp", "fsdp", "cp", "tp")
-    return {axis: sizes[axis] for axis in order if axis in sizes}
+    if sizes.keys() <= {"pp", "tp"} or form.ep > 1:
+        sizes.setdefault("fsdp", 1)
+    return {axis: sizes[axis] for axis in AXES if axis in sizes}
 
 
 def program_text(form: Form, model: Description, build: str, node: int) -> str:
@@ -39,14 +41,19 @@ def program_text(form: Form, model: Description, build: str, node: int) -> str:
     """
     axes = mesh_axes(form)
     inner = {axis: size for axis, size in axes.items() if axis != "pp"}
-    data = [axis for axis in ("dp", "fsdp") if axis in axes]
-    shards = [axis for axis in ("fsdp", "cp") if axis in axes]
+    data = [axis for axis in ("dp", "fsdp", "ep") if axis in axes]
+    shards = [axis for axis in ("fsdp", "cp", "ep") if axis in axes]
     has_pipeline = "pp" in axes
     plan = model.plan_of(form.sequence_parallel) if form.tp > 1 else {}
+    has_experts = form.ep > 1
+    if has_experts:
+        plan = {f"{path}.{name}": _SPLIT for path in model.expert_paths for name in EXPERT_WEIGHTS}
     names = ["MixedPrecisionPolicy"]
     names += ["context_parallel"] if form.cp > 1 else []
     names += ["balance_sequence"] if form.balanced else []
     is_fsdp = bool(shards) and form.zero == 3
+    names += ["Routing", "moe"] if has_experts else []
+    names += ["fully_shard"] if has_experts and form.fsdp == 1 else []
     names += [] if has_pipeline else ["fully_shard" if is_fsdp else "data_parallel", "materialize"]
     names += ["pipeline"] if has_pipeline else []
     names += ["parallelize"] if plan and not has_pipeline else []
@@ -66,12 +73,12 @@ def program_text(form: Form, model: Description, build: str, node: int) -> str:
         '"""',
         "",
         "import torch",
-        *([] if model.vocabulary is None else ["import torch.nn.functional as F"]),
+        *(["import torch.nn.functional as F"] if model.vocabulary or has_experts else []),
         *_imports(form),
         "",
         "import shardmesh as sm",
-        "from shardmesh import P",
-        f"from shardmesh.parallel import {', '.join(sorted(names, key=str.lower))}",
+        f"from shardmesh import P{', compat' if has_experts and form.fsdp > 1 else ''}",
+        f"from shardmesh.parallel import {', '.join(sorted({*names}, key=str.lower))}",
         "",
         f"MESH = {{{sizes}}}",
         f"ROWS, POSITIONS = {model.rows}, {model.sequence}  # of a step, all devices together",
@@ -91,6 +98,7 @@ def program_text(form: Form, model: Description, build: str, node: int) -> str:
         *_loss_and_data(model, spec, form),
         "",
         "",
+        *([*_BY_MOE, *_split_experts(form)] if has_experts else []),
         *(_CONTEXTS if form.recompute == "selective" else []),
         'def main(device="cuda", steps=3):',
         "    mesh = sm.init_device_mesh(device, tuple(MESH.values()), axis_names=tuple(MESH))",
@@ -113,14 +121,23 @@ def program_text(form: Form, model: Description, build: str, node: int) -> str:
             f'        gather="{form.gather}",',
             "    )",
         ]
+        lines += _USE_MOE if has_experts else []
         if plan:
             lines += ["    pipe.parallelize(PLAN, inner)"]
+        if has_experts:
+            lines += [
+                "    for stage in pipe.stages.values():",
+                "        split_experts(stage, inner, policy)",
+            ]
         layer = f"fully_shard(inner, axes={_tuple(shards)}" if shards else "data_parallel(inner"
         lines += [f'    pipe.{layer}, units="auto", mp_policy=policy)', "    pipe.materialize()"]
         trained = "pipe"
     else:
+        lines += _USE_MOE if has_experts else []
         if plan:
             lines += ["    parallelize(model, mesh, PLAN)"]
+        if has_experts:
+            lines += ["    split_experts(model, mesh, policy)"]
         axes_text = _tuple(shards)
         layer = "data_parallel(model, mesh"
         if is_fsdp:
@@ -192,6 +209,55 @@ _BALANCED = [
     '    return ids, labels, {"position_ids": positions, "attention_mask": mask}',
 ]
 
+_USE_MOE = ['    model.set_experts_implementation("moe")']
+
+# Lines of functions of the experts of transformers.
+_BY_MOE = [
+    "def by_moe(module, rows, experts, weights):",
+    '    """Send rows to the ranks of their experts, and back."""',
+    "",
+    "    def expert(rows, params):",
+    '        hidden = module._apply_gate(F.linear(rows, params["up"]))',
+    '        return F.linear(hidden, params["down"])',
+    "",
+    '    params = {"up": module.gate_up_proj, "down": module.down_proj}',
+    '    return moe(rows, Routing(experts, weights), expert, params, axis="ep")',
+    "",
+    "",
+    'ALL_EXPERTS_FUNCTIONS.register("moe", by_moe)',
+    "",
+    "",
+]
+
+
+def _split_experts(form: Form) -> list[str]:
+    """Return the lines of a function that shares experts among the ranks of fsdp.
+
+    Each is split in dim 1, as a rank may have fewer experts than there are ranks.
+    """
+    axes = ["dp", "fsdp"] if form.dp > 1 else ["fsdp"]
+    if form.fsdp == 1:
+        share = ['            fully_shard(module, mesh, axes="fsdp", mp_policy=policy)']
+    else:
+        share = [
+            "            compat.fully_shard(",
+            "                module,",
+            f"                mesh=mesh[{_tuple(axes)}],",
+            "                mp_policy=policy,",
+            "                shard_placement_fn=lambda _: compat.Shard(1),",
+            "            )",
+        ]
+    return [
+        "def split_experts(model, mesh, policy):",
+        '    """Make a unit of the experts of each block, which the ranks of fsdp share."""',
+        "    for module in list(model.modules()):",
+        '        if hasattr(module, "gate_up_proj") and hasattr(module, "num_experts"):',
+        *share,
+        "",
+        "",
+    ]
+
+
 # Lines of a function of the contexts of selective recomputation.
 _CONTEXTS = [
     "def contexts():",
@@ -214,6 +280,8 @@ _CONTEXTS = [
 def _imports(form: Form) -> list[str]:
     """Return the imports of recomputation."""
     lines = []
+    if form.ep > 1:
+        lines += ["from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS"]
     if form.compiled and form.recompute != "none":
         lines += [
             "from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (",
@@ -309,6 +377,8 @@ def accelerate_text(form: Form) -> str:
         return f"# accelerate's ParallelismConfig has no pipeline (pp={form.pp})"
     if form.zero < 3:
         return f"# accelerate's ParallelismConfig has FSDP alone (zero={form.zero})"
+    if form.ep > 1:
+        return f"# accelerate's ParallelismConfig has no expert parallelism (ep={form.ep})"
     if form.dp > 1 and form.fsdp == 1 and form.cp * form.tp > 1:
         return f"# accelerate's ParallelismConfig takes dp={form.dp} with cp or tp only if fsdp > 1"
     return (
@@ -335,11 +405,13 @@ def titan_text(form: Form, model: Description) -> str:
         "training.local_batch_size": form.rows * (form.microbatches if form.pp > 1 else 1),
         "training.global_batch_size": model.rows,
         "parallelism.data_parallel_replicate_degree": form.dp,
-        "parallelism.data_parallel_shard_degree": form.fsdp,
+        "parallelism.data_parallel_shard_degree": form.fsdp * form.ep,  # of which ep takes a part
         "parallelism.context_parallel_degree": form.cp,
         "parallelism.tensor_parallel_degree": form.tp,
         "parallelism.pipeline_parallel_degree": form.pp,
     }
+    if form.ep > 1:
+        flags["parallelism.expert_parallel_degree"] = form.ep
     if form.pp > 1:
         flags["parallelism.pipeline_parallel_schedule"] = _TITAN_SCHEDULES[
             form.schedule, form.stages

@@ -21,9 +21,9 @@ from ..layout.layout import Layout
 from ..layout.spec import P
 from ..parallel.tensor.activations import along
 from ..parallel.tensor.plan import parallelize
-from ..trees import tensors_in
+from ..trees import map_tensors, tensors_in
 from .counts import OperatorCounts, WithoutValues
-from .description import Loss, call, default_loss, map_tensors
+from .description import Loss, call, default_loss
 from .plan_search import Moved, PlanSearch, State, has_options
 from .repeated import BlockList, block_lists, shorten
 from .traced import trace
@@ -184,7 +184,8 @@ class _Proposal:
         self._axis = axis
         self._sequence = sequence
         self._loss = loss
-        self._batch = map_tensors(batch, lambda x: torch.empty_like(x, device="meta"))
+        own = dict(batch) if isinstance(batch, Mapping) else batch
+        self._batch = map_tensors(lambda x: torch.empty_like(x, device="meta"), (own,))[0]
         self._lists = block_lists(model)
         self._kinds = {blocks.path: list(range(len(blocks.kinds))) for blocks in self._lists}
         self._short = self._with_blocks(self._kinds)
@@ -378,8 +379,8 @@ class _Proposal:
                     value.backward()
 
         mesh = AbstractMesh((self._size,), (self._axis,))
-        batch = map_tensors(self._batch, lambda x: Layout.of(mesh, P(), x.shape, x.dtype))
-        report = eval_shape(step, self._with_blocks(kinds), batch, mesh=mesh).report
+        layouts = map_tensors(lambda x: Layout.of(mesh, P(), x.shape, x.dtype), (self._batch,))
+        report = eval_shape(step, self._with_blocks(kinds), layouts[0], mesh=mesh).report
         return Moved(report.bytes_received, 0, report.launches)
 
     def _held(self, state: State) -> int:

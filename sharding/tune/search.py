@@ -14,10 +14,10 @@ from .memory import Memory, peak_memory, size
 from .prices import Prices
 from .step_time import StepTime, StepTimes
 
-_MOST_TP, _MOST_PP, _MOST_CP, _MOST_ROWS = 32, 64, 64, 32
+_MOST_TP, _MOST_PP, _MOST_CP, _MOST_EP, _MOST_ROWS = 32, 64, 64, 64, 32
 _FEWEST_POSITIONS = 1024  # on a rank of cp
 _SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb_h1", 1))
-FAMILIES = ("tp", "pp", "cp", "dp", "schedule", "recompute", "gather", "zero")
+FAMILIES = ("tp", "pp", "cp", "ep", "dp", "schedule", "recompute", "gather", "zero")
 _FASTEST = 3  # values of a family with a reason
 
 
@@ -91,14 +91,18 @@ def forms(
         if not (allowed("tp", [tp]) and allowed("pp", [pp]) and allowed("cp", [cp])):
             continue
         data = devices // (tp * pp * cp)
-        counts = {*_shard_counts(data, node, tp * cp), fixed.get("fsdp", data)}
-        for fsdp in allowed("fsdp", sorted(counts)):
-            if data % fsdp or not allowed("dp", [data // fsdp]) or model.rows % data:
-                continue
-            base = Form(pp, data // fsdp, fsdp, cp, tp)
-            rows = model.rows // data
-            most = max_rows or max(_MOST_ROWS, fixed.get("rows", 0))
-            yield from _inner_forms(base, rows, allowed, min(rows, most), splits)
+        if model.rows % data:
+            continue
+        rows = model.rows // data
+        most = min(rows, max_rows or max(_MOST_ROWS, fixed.get("rows", 0)))
+        for ep in allowed("ep", _expert_counts(data, model, fixed, tp * cp)):
+            counts = {*_shard_counts(data // ep, node, tp * cp * ep), fixed.get("fsdp", data // ep)}
+            for fsdp in allowed("fsdp", sorted(counts)):
+                dp, rest = divmod(data // ep, fsdp)
+                if rest or not allowed("dp", [dp]):
+                    continue
+                base = Form(pp=pp, dp=dp, fsdp=fsdp, cp=cp, tp=tp, ep=ep)
+                yield from _inner_forms(base, rows, allowed, most, splits)
 
 
 def _inner_forms(
@@ -111,7 +115,7 @@ def _inner_forms(
     if base.pp > 1 and allowed("schedule", ["gpipe", "1f1b"]) == ["gpipe"]:
         schedules = (("gpipe", 1),)  # it holds more than 1f1b: only if it is asked for
     gathers = ("microbatch", "step") if base.pp > 1 and base.shards > 1 else ("microbatch",)
-    takes_zero = base.shards > 1 and base.pp == base.dp == 1
+    takes_zero = base.shards > 1 and base.pp == base.dp == base.ep == 1
     zeros = (3, 2, 1) if takes_zero or not allowed("zero", [3]) else (3,)
     for n, split, (schedule, stages), recompute, gather, zero in product(
         counts,
@@ -137,6 +141,19 @@ def _inner_forms(
                 regather=allowed("regather", [False, True])[0],
                 balanced=base.cp > 1 and allowed("balanced", [False, True])[0],
             )
+
+
+def _expert_counts(
+    data: int, model: Description, fixed: Mapping[str, Any], inside: int
+) -> list[int]:
+    """Return sizes of ep: of a mixture those that divide its experts, unless tp or cp are used."""
+    most = _MOST_EP if model.experts and inside == 1 else 1
+    most = max(most, fixed.get("ep", 1))
+    return [
+        n
+        for n in range(1, min(most, data) + 1)
+        if data % n == 0 and (model.experts % n == 0 or "ep" in fixed)
+    ]
 
 
 def _shard_counts(data: int, node: int, inside: int) -> list[int]:

@@ -7,8 +7,13 @@ collectives over tp, which nothing hides. Behind it run
     over cp      the keys and values of the next step of the ring, behind attention
     over dp      the all_reduce of gradients, behind backward if there is one microbatch
 
-and what is longer than the block is exposed. A pipeline adds its bubble, by `Schedule.simulate` or,
-in the search, by formula.
+and what is longer than the block is exposed. Next to them a block is slower, as collectives occupy
+multiprocessors. The gather before the first block, and the reduction after it in backward, have no
+block to run behind.
+
+Rows that go to experts of other ranks of ep and back are not hidden either, and the busiest rank
+decides: it computes `Description.imbalance` times the mean, one of its experts after the other, as
+`moe` does. A pipeline adds its bubble, by `Schedule.simulate` or, in the search, by formula.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ from typing import Any
 from ..parallel.pipeline.make_schedule import make_schedule
 from .counts import Phase
 from .description import Costs, Description
-from .form import Form
+from .form import Form, Group
 from .memory import stages_of_rank
 from .prices import Prices
 
@@ -39,6 +44,7 @@ class StepTime:
     Attributes:
         matmul, attention, other: computation.
         tp: collectives over tp.
+        ep: rows of experts, out and back.
         fsdp: gathers and reductions over the shards, as far as nothing hides them.
         cp: keys and values, likewise.
         dp: reductions over replicas, likewise.
@@ -46,12 +52,15 @@ class StepTime:
         bubble: the pipeline's idle time.
         optimizer: clipping and AdamW's step.
         moved: bytes that the rank receives over each axis.
+        launches: collectives over each axis. Not among them are sums of a few numbers: the loss,
+            the norm of gradients.
     """
 
     matmul: float
     attention: float
     other: float
     tp: float
+    ep: float
     fsdp: float
     cp: float
     dp: float
@@ -59,11 +68,13 @@ class StepTime:
     bubble: float
     optimizer: float
     moved: dict[str, float]
+    launches: dict[str, float]
 
     @property
     def parts(self) -> dict[str, float]:
         """The seconds by name."""
-        return {name: value for name, value in vars(self).items() if name != "moved"}
+        counts = ("moved", "launches")
+        return {name: value for name, value in vars(self).items() if name not in counts}
 
     @property
     def total(self) -> float:
@@ -73,6 +84,7 @@ class StepTime:
             + self.attention
             + self.other
             + self.tp
+            + self.ep
             + self.fsdp
             + self.cp
             + self.dp
@@ -91,12 +103,17 @@ class _Pass:
     other: float = 0
     tp: float = 0
     cp: float = 0
+    ep: float = 0
     tp_bytes: float = 0
     cp_bytes: float = 0
+    ep_bytes: float = 0
+    tp_launches: float = 0
+    cp_launches: float = 0
+    ep_launches: float = 0
 
     @property
     def seconds(self) -> float:
-        return self.matmul + self.attention + self.other + self.tp + self.cp
+        return self.matmul + self.attention + self.other + self.tp + self.cp + self.ep
 
     def plus(self, other: _Pass, factor: float = 1) -> _Pass:
         """Return `self + factor * other`."""
@@ -106,8 +123,13 @@ class _Pass:
             self.other + factor * other.other,
             self.tp + factor * other.tp,
             self.cp + factor * other.cp,
+            self.ep + factor * other.ep,
             self.tp_bytes + factor * other.tp_bytes,
             self.cp_bytes + factor * other.cp_bytes,
+            self.ep_bytes + factor * other.ep_bytes,
+            self.tp_launches + factor * other.tp_launches,
+            self.cp_launches + factor * other.cp_launches,
+            self.ep_launches + factor * other.ep_launches,
         )
 
 
@@ -119,6 +141,76 @@ class _Units:
     block_backward: _Pass
     edge_forward: _Pass
     edge_backward: _Pass
+
+
+@dataclass(frozen=True)
+class _Elements:
+    """Elements of parameters in use: those that all shards have a part of, and those of experts.
+
+    If ep is 1, experts count as others.
+    """
+
+    others: float = 0
+    experts: float = 0
+
+    @property
+    def total(self) -> float:
+        return self.others + self.experts
+
+    @property
+    def units(self) -> int:
+        return (self.others > 0) + (self.experts > 0)
+
+    def plus(self, other: _Elements, factor: float = 1) -> _Elements:
+        """Return `self + factor * other`."""
+        return _Elements(self.others + factor * other.others, self.experts + factor * other.experts)
+
+
+class _Sharing:
+    """The ranks that share parameters: of experts, if ep > 1, those of fsdp alone."""
+
+    def __init__(self, form: Form, prices: Prices) -> None:
+        self._ep, self._prices = form.ep, prices
+        self._groups = form.group("shards", prices.node), form.group("fsdp", prices.node)
+
+    def used(self, block: Costs) -> _Elements:
+        """Return what a rank uses of a block."""
+        if self._ep == 1:
+            return _Elements(block.parameters)
+        return _Elements(block.parameters - block.experts, block.experts / self._ep)
+
+    def gather(self, elements: _Elements) -> float:
+        """Return the seconds of an all_gather."""
+        return self._seconds("all_gather", _IN_USE, elements)
+
+    def reduction(self, elements: _Elements) -> float:
+        """Return the seconds of a reduce_scatter."""
+        return self._seconds("reduce_scatter", _REDUCED, elements)
+
+    def shared(self, elements: _Elements) -> _Elements:
+        """Return those elements that more than one rank share."""
+        is_shared = [group.size > 1 for group in self._groups]
+        return _Elements(is_shared[0] * elements.others, is_shared[1] * elements.experts)
+
+    def units(self, elements: _Elements) -> int:
+        """Return how many collectives gather them."""
+        return self.shared(elements).units
+
+    def received(self, elements: _Elements) -> float:
+        """Return the elements that a rank receives if they are gathered, or reduced."""
+        return sum(
+            count * (group.size - 1) / group.size for count, group in self._by_group(elements)
+        )
+
+    def _seconds(self, op: str, size: int, elements: _Elements) -> float:
+        return sum(
+            self._prices.seconds(op, size * count * (group.size - 1) / group.size, group)
+            for count, group in self._by_group(elements)
+            if count
+        )
+
+    def _by_group(self, elements: _Elements) -> list[tuple[float, Group]]:
+        return list(zip((elements.others, elements.experts), self._groups, strict=True))
 
 
 class StepTimes:
@@ -138,38 +230,32 @@ class StepTimes:
         costs = model.costs(form.tp, form.sequence_parallel, form.compiled)
         units = self._units_of(form)
         split = model.stages(form.tp, form.sequence_parallel, form.pp * form.stages)
-        shards = form.group("shards", prices.node)
+        sharing = _Sharing(form, prices)
         replicas = form.group("dp", prices.node)
-        share = (shards.size - 1) / shards.size
         pieces = 2 * (replicas.size - 1) / replicas.size / form.shards
-
-        def gather(parameters: float) -> float:
-            return prices.seconds("all_gather", _IN_USE * parameters * share, shards)
-
-        def reduction(parameters: float) -> float:
-            return prices.seconds("reduce_scatter", _REDUCED * parameters * share, shards)
 
         # what is exposed in a block, and in a stage for one microbatch or for the step
         per_microbatch = form.gather == "microbatch"
         frees = per_microbatch and form.zero == 3
         block = costs.block.parameters
-        block_gather, block_reduction = gather(block), reduction(block)
+        used = sharing.used(costs.block)
+        block_gather, block_reduction = sharing.gather(used), sharing.reduction(used)
         backward_shards = block_reduction + (block_gather if frees else 0.0)
-        exposed_forward = max(0.0, block_gather - units.block_forward.seconds)
-        exposed_backward = max(0.0, backward_shards - units.block_backward.seconds)
+        exposed_forward = self._beside(units.block_forward.seconds, block_gather)
+        exposed_backward = self._beside(units.block_backward.seconds, backward_shards)
         last = len(split.layers) - 1
         forwards, backwards, shard_times = [], [], []
         for stage, count in enumerate(split.layers):
             forward = count * units.block_forward.seconds
             backward = count * units.block_backward.seconds
-            edge = split.parameters[stage] - count * block
-            shard_forward = count * exposed_forward + gather(edge)
-            edge_reduction = reduction(edge)
+            edge = _Elements(split.parameters[stage] - count * block)
+            edge_gather, edge_reduction = sharing.gather(edge), sharing.reduction(edge)
+            shard_forward = (count - 1) * exposed_forward + block_gather + edge_gather
             if stage == last:
                 forward += units.edge_forward.seconds
                 backward += units.edge_backward.seconds
-                edge_reduction = max(0.0, edge_reduction - units.edge_backward.seconds)
-            shard_backward = count * exposed_backward + edge_reduction
+                edge_reduction = self._beside(units.edge_backward.seconds, edge_reduction)
+            shard_backward = (count - 1) * exposed_backward + block_reduction + edge_reduction
             forwards.append(forward + (shard_forward if per_microbatch else 0.0))
             backwards.append(backward + (shard_backward if per_microbatch else 0.0))
             shard_times.append(form.gathers * shard_forward + form.reductions * shard_backward)
@@ -185,13 +271,17 @@ class StepTimes:
         if last in own:
             total = total.plus(units.edge_forward, m).plus(units.edge_backward, m)
         held = sum(split.parameters[stage] for stage in own)
-        # blocks are gathered once more for backward; the outermost unit is not freed until then
-        again = blocks * block if frees else 0.0
-        gathered = form.gathers * (held + again)
+        # Of parameters in use. Blocks are gathered once more for backward; the outermost unit is
+        # not freed until then.
+        in_use = _Elements(held - blocks * block).plus(used, blocks)
+        gathered = _Elements().plus(in_use, form.gathers)
+        if frees:
+            gathered = gathered.plus(used, form.gathers * blocks)
+        reduced = _Elements().plus(in_use, form.reductions)
         dp = prices.seconds("all_reduce", _OWN * held * pieces, replicas)
         if m == 1 and form.pp == 1:  # behind backward, next to what the shards send there
             slack = units.block_backward.seconds - backward_shards
-            dp = max(0.0, dp - blocks * max(0.0, slack))
+            dp = self._beside(blocks * max(0.0, slack), dp)
         stream = costs.stream * form.rows / form.cp
         bubble = 0.0
         if form.pp > 1:
@@ -199,21 +289,33 @@ class StepTimes:
             bubble_of = _simulated_bubble if simulate else _bubble
             bubble = bubble_of(form, forwards, backwards, hop)
         device = prices.device
-        copied = form.reductions * _COPY_IN * held if form.devices > form.pp * form.tp else 0.0
-        if form.shards > 1:
-            copied += _COPY_OUT * gathered
+        copied = _COPY_OUT * sharing.shared(gathered).total
+        if form.devices > form.pp * form.tp:
+            copied += _COPY_IN * reduced.total
         moved = {
             "tp": total.tp_bytes,
             "cp": total.cp_bytes,
-            "fsdp": share * (_IN_USE * gathered + form.reductions * _REDUCED * held),
+            "ep": total.ep_bytes,
+            "fsdp": _IN_USE * sharing.received(gathered) + _REDUCED * sharing.received(reduced),
             "dp": _OWN * held * pieces,
             "pp": 2 * m * stream * form.stages if form.pp > 1 else 0.0,
+        }
+        edges = sum(split.parameters[stage] > split.layers[stage] * block for stage in own)
+        units = edges + blocks * sharing.units(used)
+        again = blocks * sharing.units(used) if frees else 0
+        launches = {
+            "tp": total.tp_launches,
+            "cp": total.cp_launches,
+            "ep": total.ep_launches,
+            "fsdp": form.gathers * (units + again) + form.reductions * units,
+            "dp": edges + blocks * used.units,
         }
         return StepTime(
             matmul=total.matmul,
             attention=total.attention,
             other=total.other,
             tp=total.tp,
+            ep=total.ep,
             fsdp=sum(shard_times[stage] for stage in own),
             cp=total.cp,
             dp=dp,
@@ -221,11 +323,22 @@ class StepTimes:
             bubble=bubble,
             optimizer=_STEP * held / form.shards / (device.bandwidth * device.traffic),
             moved={axis: count for axis, count in moved.items() if count},
+            launches={axis: count for axis, count in launches.items() if moved[axis]},
         )
+
+    def _beside(self, computing: float, moving: float) -> float:
+        """Return by how much a collective next to computation makes it longer.
+
+        Either it occupies multiprocessors as long as it runs, or it outlasts the computation.
+        """
+        occupied = self._prices.device.occupied
+        if moving * (1 - occupied) <= computing:
+            return occupied * moving
+        return moving - computing
 
     def _units_of(self, form: Form) -> _Units:
         node = self._prices.node
-        groups = form.group("tp", node), form.group("cp", node)
+        groups = form.group("tp", node), form.group("cp", node), form.group("ep", node)
         options = form.sequence_parallel, form.recompute, form.compiled, form.regather
         key = (*groups, form.rows, *options, form.balanced)
         units = self._units.get(key)
@@ -237,6 +350,12 @@ class StepTimes:
                 use = costs.block.forward.communication.get("all_gather", (0.0, 0.0))
                 gathers = Phase(communication={"all_gather": use})
                 backward = backward.plus(self._pass(gathers, costs.block, form, sends=0))
+            if form.ep > 1 and costs.block.dispatched:
+                rows, counts = self._dispatch(costs.block, form)
+                forward = forward.plus(rows).plus(counts)
+                backward = backward.plus(rows)
+                if form.recompute != "none":
+                    backward = backward.plus(rows).plus(counts)
             if form.recompute == "full":
                 again = self._pass(costs.block.again_whole, costs.block, form, sends=1)
                 backward = backward.plus(again)
@@ -251,6 +370,22 @@ class StepTimes:
             )
             self._units[key] = units
         return units
+
+    def _dispatch(self, costs: Costs, form: Form) -> tuple[_Pass, _Pass]:
+        """Return the exchange of a microbatch's rows, out and back, and that of their counts."""
+        prices, busiest = self._prices, self._model.imbalance
+        group = form.group("ep", prices.node)
+        rows = form.rows * costs.dispatched * (group.size - 1) / group.size
+        counts = 8 * (self._model.experts + 1) * (group.size - 1)  # of the rows for each, int64
+        exchange = _Pass(
+            ep=prices.seconds("all_to_all", 2 * busiest * rows, group, launches=2),
+            ep_bytes=(busiest + 1) * rows,
+            ep_launches=2,
+        )
+        numbers = _Pass(
+            ep=prices.seconds("all_gather", counts, group), ep_bytes=counts, ep_launches=1
+        )
+        return exchange, numbers
 
     def _pass(self, phase: Phase, costs: Costs, form: Form, *, sends: int) -> _Pass:
         """Return one microbatch of a unit in one direction.
@@ -279,9 +414,13 @@ class StepTimes:
             ring = prices.seconds("permute", ring_bytes, cp_group, rounds)
         matmul = other = 0.0
         for kernel, count in phase.kernels.items():
-            moving = (kernel.moved * scale + kernel.fixed) / (device.bandwidth * device.traffic)
-            computing = kernel.flops * scale / (device.flops * device.matmul)
-            seconds = count * max(moving, computing, device.launch)
+            rows, launches, fixed = scale, 1.0, kernel.fixed
+            if kernel.of_experts and form.ep > 1:
+                rows, fixed = scale * self._model.imbalance, fixed / form.ep
+                launches = self._model.experts / form.ep
+            moving = (kernel.moved * rows + fixed) / (device.bandwidth * device.traffic)
+            computing = kernel.flops * rows / (device.flops * device.matmul)
+            seconds = count * max(moving, computing, launches * device.launch)
             if kernel.kind == "matmul":
                 matmul += seconds
             else:
@@ -291,9 +430,11 @@ class StepTimes:
             attention=attention,
             other=other,
             tp=tp,
-            cp=max(0.0, ring - attention),
+            cp=self._beside(attention, ring),
             tp_bytes=scale * sum(received for _, received in phase.communication.values()),
             cp_bytes=ring_bytes,
+            tp_launches=sum(launches for launches, _ in phase.communication.values()),
+            cp_launches=rounds if ring_bytes else 0.0,
         )
 
 

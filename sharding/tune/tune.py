@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ...mesh.topology import Topology
-from .description import Description, Loss
+from .description import IMBALANCE, Description, Loss
 from .devices import Device, device_of
 from .form import Form, check_field, why_not
 from .memory import peak_memory, size
@@ -40,6 +40,7 @@ def tune(
     max_microbatch: int | None = None,
     loss: Loss | None = None,
     plan: Mapping[str, Any] | None = None,
+    imbalance: float = IMBALANCE,
     build: str | None = None,
     top: int = 5,
 ) -> Tuning:
@@ -67,12 +68,14 @@ def tune(
             logits, or the mean of another output.
         plan: a plan of tensor parallelism in place of the model's own, such as that of
             `propose_plan`, or in strings of Hugging Face's.
+        imbalance: of a mixture of experts, how many rows the experts of the busiest rank of ep
+            compute, over the mean.
         build: lines of a function `build()` for the program.
         top: the number of forms in the table.
 
     Raises:
-        ValueError: an unknown device or field; a model without blocks that repeat, or that reads
-            values; no form divides, or none fits.
+        ValueError: an unknown device or field; an imbalance below 1; a model without blocks that
+            repeat, or that reads values; no form divides, or none fits.
 
     Communication: none.
 
@@ -94,7 +97,7 @@ def tune(
     fixed = dict(fix or {})
     for name, value in fixed.items():
         check_field(name, value)
-    described = Description(model, batch, loss=loss, plan=plan)
+    described = Description(model, batch, loss=loss, plan=plan, imbalance=imbalance)
     searched = search(described, prices, devices, usable, fixed, max_microbatch, near)
     if not searched.fitting:
         raise _nothing(described, searched, devices, usable, fixed, chosen)

@@ -25,7 +25,8 @@ _MFU = (
 )
 
 
-_OP_OF = {"cp": "permute", "pp": "permute", "dp": "all_reduce"}  # others gather
+# others gather
+_OP_OF = {"cp": "permute", "pp": "permute", "dp": "all_reduce", "ep": "all_to_all"}
 
 
 @dataclass(frozen=True)
@@ -203,8 +204,10 @@ class Tuning:
         parts = [(name, seconds(value)) for name, value in best.time.parts.items() if value]
         held = [(name, size(value)) for name, value in vars(best.memory).items() if value]
         priced = self.priced_by(best.form)
+        shards = best.form.group("shards", self.prices.node)
+        of_shards = self.prices.source(shards, "all_gather")
         moved = [
-            (axis, size(count), priced.get(axis, priced.get("fsdp", "")))
+            (axis, size(count), priced.get(axis, of_shards))
             for axis, count in best.time.moved.items()
         ]
         of_rank = f" of rank {best.rank} of the pipeline" if best.form.pp > 1 else ""

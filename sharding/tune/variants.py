@@ -115,6 +115,7 @@ class _Group:
     def __init__(self) -> None:
         self.reads: dict[int, int] = {}
         self.writes: dict[int, int] = {}
+        self.of_experts = False
 
 
 def fused(
@@ -151,7 +152,8 @@ def fused(
                 reads |= {source: tape.sizes[source] for source in sources[key]}
             elif key not in again:  # a kernel writes it for the product
                 again.add(key)
-                add(_kernel(tape, {source: tape.sizes[source] for source in sources[key]}, [size]))
+                again_reads = {source: tape.sizes[source] for source in sources[key]}
+                add(_kernel(tape, again_reads, [size], operation.kernel.of_experts))
         # what no operator made comes from a collective, after all that was before
         level = max((level_of.setdefault(key, top) for key in reads), default=top)
         if not is_fused:
@@ -176,6 +178,7 @@ def fused(
                 group.reads[key] = size
         if all(group is not known for known in groups):
             groups.append(group)
+        group.of_experts |= operation.kernel.of_experts
         for key in operation.results:
             level_of[key] = level
             group_of[key] = group
@@ -185,7 +188,7 @@ def fused(
             _write(group_of, key, tape)
     for groups in levels.values():
         for group in groups:
-            add(_kernel(tape, group.reads, group.writes.values()))
+            add(_kernel(tape, group.reads, group.writes.values(), group.of_experts))
     return kernels
 
 
@@ -208,6 +211,7 @@ def _merge(one: _Group, other: _Group, group_of: dict[int, _Group], groups: list
         return one
     one.reads |= other.reads
     one.writes |= other.writes
+    one.of_experts |= other.of_experts
     if other in groups:
         groups.remove(other)
     for key, group in group_of.items():
@@ -216,10 +220,12 @@ def _merge(one: _Group, other: _Group, group_of: dict[int, _Group], groups: list
     return one
 
 
-def _kernel(tape: Tape, reads: Mapping[int, int], writes: Iterable[int]) -> Kernel:
+def _kernel(
+    tape: Tape, reads: Mapping[int, int], writes: Iterable[int], of_experts: bool
+) -> Kernel:
     fixed = sum(size for key, size in reads.items() if key in tape.constants)
     moved = sum(reads.values()) - fixed + sum(writes)
-    return Kernel("other", 0, moved, fixed)
+    return Kernel("other", 0, moved, fixed, of_experts)
 
 
 # -- selective recomputation -----------------------------------------------------------------------

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from docs.versions import versions
 from tests.docs.pages import DOCS
 
 PAGES = sorted(DOCS.glob("*.md"))
@@ -57,3 +58,10 @@ def test_links_lead_somewhere(page: Path) -> None:
         if not target.exists() or (anchor and anchor not in anchors(target)):
             broken.append(link)
     assert broken == []
+
+
+def test_versions_that_the_site_switches_between() -> None:
+    entries = versions(["v0.9.0", "v0.10.1", "draft", "v0.11.0"], "0.11.0", "https://host/docs/")
+    assert [entry["version"] for entry in entries] == ["0.11.0", "0.10.1", "0.9.0"]
+    assert entries[0]["url"] == "https://host/docs/"
+    assert entries[1]["url"] == "https://host/docs/0.10.1/"

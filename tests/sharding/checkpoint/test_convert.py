@@ -166,3 +166,31 @@ def test_ctrl_c_ends_the_command_in_one_line(tmp_path, capsys, monkeypatch):
     assert main(["convert", str(folder), str(tmp_path / "target"), "--to", "checkpoint"]) == 130
     assert capsys.readouterr().err.strip().endswith("shardmesh: interrupted")
     assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize(("to", "last"), [("dcp", "_save_dcp"), ("safetensors", "_copy_config")])
+@pytest.mark.filterwarnings("ignore:torch.distributed")
+def test_an_interrupted_conversion_leaves_nothing(to, last, tmp_path, monkeypatch):
+    """Not even when all files were written: until the folder has its name, it is no checkpoint."""
+    source = write(tmp_path / "source", "checkpoint")
+    target = tmp_path / "to" / "target"
+    target.mkdir(parents=True)  # an empty folder may be there
+    write_last = getattr(convert_module, last)
+    during: list[list[str]] = []
+
+    def interrupted(*args: Any) -> None:
+        write_last(*args)
+        during.append(sorted(path.name for path in target.parent.iterdir()))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(convert_module, last, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            convert(source, target, to)
+    (own, unfinished), *_ = during
+    assert (own, unfinished.startswith("target.")) == ("target", True)
+    assert unfinished.endswith(".unfinished")
+    assert list(target.parent.iterdir()) == [target]
+    assert list(target.iterdir()) == []
+    convert(source, target, to)
+    assert format_of(target) == to

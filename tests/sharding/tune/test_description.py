@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import nn
@@ -101,8 +104,35 @@ def test_a_plain_module_of_two_kinds_of_blocks():
     assert costs.edges.parameters == costs.first == 4 * 8 + 8
     sizes = [2 * 8 * n + n + 8 for n in (16, 32, 32)]
     assert costs.block.parameters == pytest.approx(sum(sizes) / 3)
-    assert costs.largest_block == sizes[1]
+    assert costs.largest_block() == sizes[1]
     assert costs.block.forward.matmul == pytest.approx(2 * 2 * 8 * (16 + 32 + 32) / 3)
+
+
+class Pair(NamedTuple):
+    """A batch with names."""
+
+    x: torch.Tensor
+    scale: torch.Tensor
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x) * scale
+        return x
+
+
+@pytest.mark.parametrize("kind", [Pair, lambda x, scale: UserDict(x=x, scale=scale)])
+def test_batches_with_names(kind):
+    """Named tuples, and mappings such as those of tokenizers."""
+    with torch.device("meta"):
+        described = Description(Scaled(), kind(torch.empty(6, 4), torch.empty(6, 4)))
+        assert described.costs(1).block.forward.matmul == 2 * 4 * 4
+    assert described.rows == 6
 
 
 def test_stage_layers():

@@ -53,5 +53,5 @@ def test_formulas(described, form):
 
 
 def test_what_is_not_evaluated(described):
-    with pytest.raises(ValueError, match="pipelines and recomputation are not evaluated"):
+    with pytest.raises(ValueError, match="pipelines, recomputation and ep are not evaluated"):
         evaluate(Form(pp=2, rows=8), described)

@@ -1,0 +1,303 @@
+"""Expert parallelism in `tune`: what is counted, chosen and printed, next to the program's steps.
+
+Rows are dealt out to experts in turn where bytes and memory are compared, so that all ranks have
+as many, which `imbalance=1` stands for. The instruments are `comm_report` and `PeakMemory`, the
+library's counts of collectives and of live tensors, on rank 0.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardmesh as sm
+from shardmesh.__main__ import main
+from shardmesh.mesh.comm.null import null_world
+from shardmesh.mesh.comm.report import CommReport
+from shardmesh.sharding.abstract.peak_memory import PeakMemory
+from shardmesh.sharding.parallel.experts import token_dispatch
+from shardmesh.sharding.tune.description import Description
+from shardmesh.sharding.tune.devices import device_of
+from shardmesh.sharding.tune.form import Form, why_not
+from shardmesh.sharding.tune.memory import memory_of
+from shardmesh.sharding.tune.prices import Prices
+from shardmesh.sharding.tune.program import (
+    accelerate_text,
+    hugging_face_build,
+    program_text,
+    titan_text,
+)
+from shardmesh.sharding.tune.step_time import StepTimes
+from tests.sharding.tune import tiny
+from tests.tiers import slow
+
+EXPERTS, CHOICES = 4, 2
+WIDTH, HIDDEN = tiny.WIDTH, tiny.HIDDEN
+SIZES = {"hidden_size": 64, "intermediate_size": 192, "vocab_size": 512}  # of what is compared
+ROWS, POSITIONS = 16, 64
+COMMON: dict[str, Any] = {
+    "hidden_size": WIDTH,
+    "intermediate_size": HIDDEN,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": tiny.VOCABULARY,
+    "max_position_embeddings": 64,
+    "num_experts_per_tok": CHOICES,
+}
+BYTES, MEMORY = 0.02, 0.05
+
+
+def config_of(name: str, **options: Any) -> Any:
+    import transformers
+
+    sizes = COMMON | options
+    if name == "larger":
+        sizes |= SIZES
+    if name in ("mixtral", "larger"):
+        return transformers.MixtralConfig(**sizes, num_local_experts=EXPERTS)
+    if name == "qwen2":
+        return transformers.Qwen2MoeConfig(
+            **sizes,
+            num_experts=EXPERTS,
+            moe_intermediate_size=HIDDEN,
+            shared_expert_intermediate_size=HIDDEN,
+        )
+    return transformers.DeepseekV3Config(
+        **sizes,
+        n_routed_experts=EXPERTS,
+        moe_intermediate_size=HIDDEN,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
+    )
+
+
+def model_of(config: Any) -> Any:
+    import transformers
+
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+
+@cache
+def described(name: str = "mixtral") -> Description:
+    if name == "larger":
+        return Description(model_of(config_of(name)), tiny.ids(ROWS, POSITIONS), imbalance=1)
+    return Description(model_of(config_of(name)), tiny.ids(), imbalance=1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("mixtures")
+    for name in ("mixtral", "qwen2", "deepseek", "larger"):
+        (path / name).mkdir()
+        (path / name / "config.json").write_text(json.dumps(config_of(name).to_dict()))
+    return path
+
+
+# -- what is counted -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "share"), [("mixtral", 1), ("qwen2", 1), ("deepseek", 2 / 3)])
+def test_experts_of_a_block(name, share):
+    """Parameters, rows that are sent, and products; the first block of DeepSeek has no experts."""
+    model = described(name)
+    block = model.costs(1).block
+    assert model.experts == EXPERTS
+    assert block.experts == pytest.approx(share * EXPERTS * 3 * WIDTH * HIDDEN)
+    rows = tiny.POSITIONS * CHOICES
+    assert block.dispatched == pytest.approx(share * rows * WIDTH * 2)
+    for phase, times in ((block.forward, 2), (block.backward, 4)):
+        flops = sum(n * x.flops for x, n in phase.kernels.items() if x.of_experts)
+        assert flops == pytest.approx(share * times * rows * 3 * WIDTH * HIDDEN)
+
+
+def test_the_busiest_rank_decides():
+    """Twice the rows: products, memory and bytes of experts, and nothing else."""
+    model = model_of(config_of("mixtral"))
+    form = Form(ep=4, rows=2)
+    even, busy = (Description(model, tiny.ids(), imbalance=imbalance) for imbalance in (1.0, 2.0))
+    device = device_of("h100")
+    prices = Prices(device, device.topology(8), 8)
+    moved = [StepTimes(x, prices).of(form).moved for x in (even, busy)]
+    assert moved[0]["fsdp"] == moved[1]["fsdp"]
+    assert moved[1]["ep"] == pytest.approx(1.5 * moved[0]["ep"], rel=0.01)
+    memory = [memory_of(form, x, 0).activations for x in (even, busy)]
+    saved = 2 * 3 * even.costs(1).block.saved_by_experts
+    assert memory[1] - memory[0] == pytest.approx(saved, rel=0.35)
+    with pytest.raises(ValueError, match=r"imbalance=0\.5"):
+        sm.tune(model, tiny.ids(), devices=4, imbalance=0.5)
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        (Form(ep=3), "ep=3 does not divide 4 experts"),
+        (Form(ep=2, tp=2), "ep=2 tp=2: experts are split with tp=1 and cp=1"),
+        (
+            Form(ep=2, recompute="selective"),
+            "ep=2: selective recomputation does not take the exchange of rows",
+        ),
+        (Form(ep=2, zero=1), "ep=2 zero=1: experts are split with zero=3"),
+    ],
+    ids=str,
+)
+def test_forms_that_a_mixture_does_not_take(form, message):
+    assert why_not(form, described()) == message
+
+
+def test_a_model_without_experts():
+    assert why_not(Form(ep=2, rows=4), tiny.description()) == "ep=2: the model has no experts"
+
+
+# -- what is chosen and printed --------------------------------------------------------------------
+
+
+def test_tune_says_what_ep_costs(folder, capsys):
+    """Sixteen devices in nodes of eight: the forms with ep, and the one that crosses nodes."""
+    path = str(folder / "mixtral")
+    options = ["--devices", "8", "--node", "2", "--batch", "16", "--seq", "16", "--fix", "pp=1"]
+    assert main(["tune", path, *options, "--fix", "ep=2", "--imbalance", "1.3", "--json"]) == 0
+    best = json.loads(capsys.readouterr().out)["candidates"][0]
+    assert best["form"]["ep"] == 2
+    assert best["received_by_axis"]["ep"] > 0
+    assert best["seconds_by_part"]["ep"] > 0
+    tuning = sm.tune(model_of(config_of("mixtral")), tiny.ids(16), devices=8, node=2, fix={"pp": 1})
+    reasons = [reason for reason in tuning.reasons if reason.startswith("ep=")]
+    assert any("ep crosses nodes" in reason for reason in reasons), tuning.reasons
+    assert any(candidate.form.ep == 1 for candidate in tuning.candidates)
+
+
+def test_settings_of_other_libraries():
+    form = Form(fsdp=2, ep=4, rows=1)
+    assert "no expert parallelism (ep=4)" in accelerate_text(form)
+    flags = titan_text(form, described())
+    assert "--parallelism.data_parallel_shard_degree 8 " in flags
+    assert "--parallelism.expert_parallel_degree 4 " in flags
+
+
+# -- the program -----------------------------------------------------------------------------------
+
+
+def program(form: Form, name: str, folder: Path) -> dict[str, Any]:
+    model = described(name)
+    assert why_not(form, model) is None
+    build = hugging_face_build(str(folder / name))
+    text = program_text(form, model, build, node=8)
+    names: dict[str, Any] = {"__name__": "train"}
+    exec(compile(text, "train.py", "exec"), names)
+    return names
+
+
+@cache
+def losses(form: Form, name: str, folder: Path) -> list[float]:
+    """Run the program of a form in float32, and return its losses."""
+    names = program(form, name, folder)
+    names["torch"] = _Float32()
+
+    def run() -> list[float]:
+        sm.random.manual_seed(0)
+        values = names["main"](device="cpu", steps=2)
+        return [float(x.full_tensor() if isinstance(x, sm.ShardedTensor) else x) for x in values]
+
+    results = sm.simulate(form.devices)(run)()
+    assert all(result == pytest.approx(results[0], rel=1e-6) for result in results)
+    return results[0]
+
+
+class _Float32:
+    """torch, in which bfloat16 is float32."""
+
+    bfloat16 = torch.float32
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+FORMS = {
+    "fsdp, ep": ("mixtral", Form(fsdp=2, ep=2, rows=1, microbatches=2)),
+    "ep": ("mixtral", Form(ep=2, rows=4)),
+    "dp, ep, recompute": ("mixtral", Form(dp=2, ep=2, rows=2, recompute="full")),
+    "pp, ep": ("mixtral", Form(pp=2, ep=2, rows=2, microbatches=2)),
+    "pp, fsdp, ep": ("mixtral", Form(pp=2, fsdp=2, ep=2, rows=1, microbatches=2)),
+    "qwen2": ("qwen2", Form(ep=2, rows=4)),
+    "deepseek": ("deepseek", Form(fsdp=2, ep=2, rows=2)),
+}
+
+
+@pytest.mark.parametrize("case", [*list(FORMS)[:1], *(slow(case) for case in list(FORMS)[1:])])
+def test_losses_are_those_of_one_rank(case, folder):
+    name, form = FORMS[case]
+    expected = losses(Form(rows=tiny.ROWS), name, folder)
+    assert losses(form, name, folder) == pytest.approx(expected, rel=1e-5)
+    assert expected[1] != expected[0]
+
+
+def measured(form: Form, folder: Path) -> tuple[int, CommReport]:
+    """Return the peak of the program's second step on rank 0, and what it receives.
+
+    Other ranks send zeros, and as many rows as this one, whose tokens take experts in turn.
+    """
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    names = program(form, "larger", folder)
+
+    def in_turn(module: Any, rows: Any, experts: Any, weights: Any) -> Any:
+        tokens = experts.shape[0]
+        first = sm.arange(tokens, device_mesh=experts.mesh)[:, None]
+        chosen = (first + torch.arange(CHOICES)) % EXPERTS
+        return names["by_moe"](module, rows, chosen.redistribute(experts.spec), weights)
+
+    def own_counts(counts: torch.Tensor, mesh: Any, axes: tuple[str, ...]) -> torch.Tensor:
+        gathered = all_counts(counts, mesh, axes)
+        return counts.expand_as(gathered).clone()
+
+    ALL_EXPERTS_FUNCTIONS.register("moe", in_turn)
+    all_counts = token_dispatch._all_counts
+    memory, report = PeakMemory("cpu"), sm.debug.comm_report()
+    reports: list[CommReport] = []
+    rows_of = names["rows_of"]
+
+    def begin(step: int, mesh: Any) -> Any:
+        if step == 1:
+            memory.peak = memory.live
+            reports.append(report.__enter__())
+        return rows_of(step, mesh)
+
+    names["rows_of"] = begin
+    with pytest.MonkeyPatch.context() as patch, null_world(form.devices, 0), memory:
+        patch.setattr(token_dispatch, "_all_counts", own_counts)
+        names["main"](device="cpu", steps=2)
+        report.__exit__(None, None, None)
+    return memory.peak, reports[0]
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        Form(fsdp=2, ep=2, rows=4),
+        *map(
+            slow, [Form(ep=4, rows=4), Form(ep=2, rows=4, microbatches=2), Form(dp=2, ep=2, rows=4)]
+        ),
+    ],
+    ids=str,
+)
+def test_bytes_and_memory_of_the_program(form, folder):
+    model = described("larger")
+    device = device_of("h100")
+    moved = StepTimes(model, Prices(device, device.topology(8), 8)).of(form).moved
+    memory = memory_of(form, model, 0)
+    peak, report = measured(form, folder)
+    assert sum(moved.values()) == pytest.approx(report.bytes_received, rel=BYTES)
+    assert memory.total == pytest.approx(peak, rel=MEMORY)
