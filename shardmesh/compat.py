@@ -6,13 +6,21 @@
 docs/from_dtensor.md lists the differences.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from shardmesh.mesh import DeviceMesh, init_device_mesh
 from shardmesh.sharding.compat.context_parallel import (
     context_parallel,
     context_parallel_unshard,
     set_rotate_method,
 )
-from shardmesh.sharding.compat.dtensor import CommDebugMode, DTensor, visualize_sharding
+from shardmesh.sharding.compat.dtensor import (
+    CommDebugMode,
+    DTensor,
+    _StridedShard,  # noqa: F401  private in torch, imported by torchtitan
+    visualize_sharding,
+)
 from shardmesh.sharding.compat.fsdp import (
     DataParallelMeshDims,
     FSDPMeshInfo,
@@ -47,6 +55,23 @@ from shardmesh.sharding.parallel.tensor.torch_styles import (
 )
 from shardmesh.sharding.tensor.convert import distribute_tensor
 from shardmesh.sharding.tensor.factories import arange, empty, full, ones, rand, randn, zeros
+
+if not TYPE_CHECKING:
+    _OF_PLAN = (
+        "_ContextParallel",
+        "_HeadTailLoadBalancer",
+        "_PTRRLoadBalancer",
+        "_context_parallel_shard",
+        "_disable_context_parallel_dispatcher",
+        "_enable_context_parallel_dispatcher",
+    )
+
+    def __getattr__(name: str) -> Any:
+        if name not in _OF_PLAN:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        # With flex attention.
+        return getattr(import_module("shardmesh.sharding.compat.context_parallel_plan"), name)
+
 
 __all__ = [
     "CPUOffloadPolicy",

@@ -62,6 +62,11 @@ def set_rotate_method(rotate_method: str) -> None:
     current_world().state(_RotateMethod).method = _METHODS[rotate_method]
 
 
+def chosen_method() -> str:
+    """Return the method of `sm.parallel.context_parallel_attention` that was chosen."""
+    return current_world().state(_RotateMethod).method
+
+
 @contextmanager
 def context_parallel(
     mesh: DeviceMesh,
@@ -123,7 +128,7 @@ def context_parallel(
     ranks = mesh.size()
     index = mesh.index_along(mesh.axis_names)
     originals: list[tuple[Tensor, Tensor]] = []
-    method = current_world().state(_RotateMethod).method
+    method = chosen_method()
     try:
         for buffer, dim in zip(buffers, dims, strict=True):
             whole = buffer.detach().view_as(buffer)

@@ -11,9 +11,34 @@ from typing import Any, Self
 from ...mesh.comm.current_world import current_world
 from ...mesh.comm.group import CollectiveRecord, Observer
 from ..debug.visualize import visualize
+from ..layout.spec import Shard
 from ..tensor.sharded_tensor import ShardedTensor
 
 DTensor = ShardedTensor
+
+
+class _StridedShardType(type):
+    def __instancecheck__(cls, placement: Any) -> bool:
+        return isinstance(placement, Shard) and placement.order not in (None, 0)
+
+
+class _StridedShard(metaclass=_StridedShardType):
+    """For isinstance: a `Shard` whose axis splits a dim after a later axis of the mesh has.
+
+    Raises:
+        TypeError: if it is called; `Shard(dim, order=...)` makes such a placement.
+
+    Example:
+        >>> isinstance(Shard(0, order=1), _StridedShard), isinstance(Shard(0), _StridedShard)
+        (True, False)
+    """
+
+    def __init__(self, dim: int, split_factor: int) -> None:
+        raise TypeError(
+            f"_StridedShard({dim}, {split_factor}): write Shard({dim}, order=n), where n is the "
+            f"axis's position among those that split dim {dim}, 0 the most major"
+        )
+
 
 # torch's names of collectives -> ours, where they differ. The last are c10d's, which FSDP2 calls.
 _OWN_NAMES = {
