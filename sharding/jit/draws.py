@@ -87,7 +87,7 @@ class Draws:
         return torch.default_generator.initial_seed() != self._seed_of_torch
 
 
-def seeded_inside() -> JitError:
+def seed_error() -> JitError:
     """Return the error for numbers of a generator of torch whose state the function has set."""
     return at_line(
         SEEDED,

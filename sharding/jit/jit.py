@@ -356,7 +356,7 @@ class JitFunction:
             )
 
         with_history = CallsWithHistory(
-            self._name, self._joined, parts, self._fullgraph, not world.rank
+            self._name, self._two_programs, parts, self._fullgraph, not world.rank
         )
         return _OfWorld(with_history)
 
@@ -472,7 +472,7 @@ class JitFunction:
         recording = recording._replace(program=program)  # type: ignore[union-attr]
         if recording.is_open:
             join = functools.partial(self._join, key, snapshot, peers, world)
-            returned = returned.map(lambda x: _noting_backward(x, join))
+            returned = returned.map(lambda x: _call_in_backward(x, join))
         if program.is_alone:
             self._part(peers, world)
             entries.clear()
@@ -542,9 +542,9 @@ class JitFunction:
             del state.outside[first]
             state.entries.pop(first, None)
         tree, _, leaf_keys, _ = key
-        state.outside[key] = self._joined(tree, leaf_keys, snapshot.modules)
+        state.outside[key] = self._two_programs(tree, leaf_keys, snapshot.modules)
 
-    def _joined(
+    def _two_programs(
         self, tree: Any, leaf_keys: Sequence[Any], modules: Sequence[nn.Module]
     ) -> JoinedFunction:
         """Return the function as two programs, of the arguments that are not static.
@@ -781,7 +781,7 @@ class _NotesBackward(torch.autograd.Function):
         return grad, None
 
 
-def _noting_backward(x: Any, call: Callable[[], None]) -> Any:
+def _call_in_backward(x: Any, call: Callable[[], None]) -> Any:
     """Return a tensor with a history, the same values, and a call in its backward."""
     if not isinstance(x, Tensor) or x.is_leaf:
         return x

@@ -52,7 +52,7 @@ from .passes.dead_code import clean
 from .passes.hoist_reads import hoist_reads, is_movable
 from .program import Program, Runner, is_pure, run_plainly
 from .recorder import GraphRecorder
-from .recording import Recording, finish, local_of, returned_by, run_recorded, settle
+from .recording import Recording, finish, flat_result, local_of, run_recorded, settle
 from .results import Returned, unflatten_result
 from .scalars import TracedFloat
 from .selection import Recordings
@@ -292,7 +292,7 @@ class _RecordedCall:
         self.function, self.recorder, self.entries = function, recorder, entries
         self.leaves, self.stand_ins = leaves, stand_ins
         self._check: weakref.finalize[Any, Any] | None = None
-        self.flat, self.tree, self._instances = returned_by(result, snapshot, recorder)
+        self.flat, self.tree, self._instances = flat_result(result, snapshot, recorder)
         self._saved, self._look = saved, look
         self.snapshot, self.guard = snapshot, guard
         pairs = zip(map(local_of, leaves), map(local_of, stand_ins), strict=True)

@@ -32,7 +32,7 @@ from ..ops.dispatch import name_of
 from ..ops.draws import draws_numbers
 from ..tensor.sharded_tensor import ShardedTensor
 from .collectives import OPERATORS, WAIT, Site, group_name, site_number
-from .draws import Draw, Draws, seeded_inside
+from .draws import Draw, Draws, seed_error
 from .errors import JitError, at_line, value_read
 from .graph_builder import GraphBuilder, storage_of
 from .opaque import record_opaque
@@ -152,7 +152,7 @@ class GraphRecorder(TorchDispatchMode):
         A state that is not known is refused.
         """
         if not self.draws.torch.follow(self.builder.graph):
-            self.builder.refuse(seeded_inside())
+            self.builder.refuse(seed_error())
 
     def refuse(self, problem: str, advice: str) -> None:
         """Note that there is no graph, or raise the error; see `GraphRecorder`."""

@@ -129,18 +129,18 @@ def record(
     recorder = GraphRecorder(world, abstract, fullgraph)
     result = run_recorded(f, leaves, snapshot, hyperparameters, recorder)
     builder = recorder.builder
-    returned = returned_by(result, snapshot, recorder)
+    returned = flat_result(result, snapshot, recorder)
     flat, tree, _ = returned
     if builder.has_numbers and not abstract:
         returned = returned._replace(leaves=with_known_numbers(flat))
     if builder.refusal is not None:
         settle(snapshot)
-        return returned.map(_known), Break(builder.refusal), signatures
+        return returned.map(_without_traced), Break(builder.refusal), signatures
     last = _Finish(recorder, leaves, snapshot, slots, before)
     is_open = not (recorder.ran_backward or abstract) and any(
         isinstance(x, Tensor) and not x.is_leaf for x in flat
     )
-    shown = returned.map(_known if is_open else _shown)
+    shown = returned.map(_without_traced if is_open else _as_of_graph)
     change = None
     if first and recorder.exchanges:
         change = "the ranks exchanged what they know once"
@@ -159,7 +159,7 @@ def record(
         return shown, Break(error), signatures
 
 
-def returned_by(result: Any, snapshot: Snapshot, recorder: GraphRecorder) -> Returned:
+def flat_result(result: Any, snapshot: Snapshot, recorder: GraphRecorder) -> Returned:
     """Return the result of a recorded call, with its leaves and its structure."""
     has_computed = recorder.builder.has_computed
     return flatten_result(result, snapshot.knows, lambda x: has_computed(local_of(x)))
@@ -267,12 +267,12 @@ def local_of(x: Any) -> Any:
     return x._local if isinstance(x, ShardedTensor) else x
 
 
-def _known(x: Any) -> Any:
+def _without_traced(x: Any) -> Any:
     """Return a number in place of a traced one."""
     return x.node.hint if isinstance(x, TracedFloat) else x
 
 
-def _shown(x: Any) -> Any:
+def _as_of_graph(x: Any) -> Any:
     """Return a result as later calls return it.
 
     It is a number for a traced one, and has no gradient history.
@@ -292,10 +292,10 @@ def without_history(result: Any, look: Callable[[], Snapshot]) -> Any:
         return result
     flat, tree = flatten(result)
     if not any(map(is_instance, flat)):
-        return unflatten(tree, list(map(_shown, flat)))
+        return unflatten(tree, list(map(_as_of_graph, flat)))
     snapshot = functools.cache(look)
     returned = flatten_result(result, lambda x: snapshot().knows(x), _has_history)
-    return returned.map(_shown).build()
+    return returned.map(_as_of_graph).build()
 
 
 def _has_history(x: Any) -> bool:

@@ -25,7 +25,7 @@ from ...mesh.comm.thread_context import thread_context
 from .entry import Static
 from .joined import JoinedFunction
 from .parts import Parts, log_break
-from .state.names import assigned_by, codes
+from .state.names import assignments_of, codes
 from .state.snapshot import Snapshot
 
 _FORMS = 8  # structures of the arguments and static values that are two programs
@@ -48,7 +48,7 @@ class CallsWithHistory:
 
     Args:
         name: of the function, for people.
-        joined: returns the two programs for a structure of arguments and their static values.
+        two_programs: returns the two programs for a structure of arguments and their static values.
         parts: returns the parts of a function that has these modules.
         fullgraph: whether a function that reaches units of `fully_shard` is two programs as well.
         is_shown: whether breaks are logged: on one rank.
@@ -57,12 +57,12 @@ class CallsWithHistory:
     def __init__(
         self,
         name: str,
-        joined: Callable[[Any, Sequence[Static | None], Sequence[nn.Module]], JoinedFunction],
+        two_programs: Callable[[Any, Sequence[Static | None], Sequence[nn.Module]], JoinedFunction],
         parts: Callable[[Sequence[nn.Module]], Parts],
         fullgraph: bool,
         is_shown: bool,
     ) -> None:
-        self._name, self._joined, self._parts = name, joined, parts
+        self._name, self._two_programs, self._parts = name, two_programs, parts
         self._fullgraph, self._is_shown = fullgraph, is_shown
         self._runners: dict[Any, JoinedFunction | Parts | str] = {}
         self._limits: set[str] = set()  # those that were logged
@@ -124,12 +124,12 @@ class CallsWithHistory:
         is_of_units = any(hasattr(module, "_shardmesh_unit") for module in snapshot.modules)
         if is_of_units and not self._fullgraph:
             return self._parts(snapshot.modules)
-        return self._joined(tree, static, snapshot.modules)
+        return self._two_programs(tree, static, snapshot.modules)
 
 
 def names_of_history(snapshot: Snapshot) -> set[str]:
     """Return the names in the program's code by which it reads or changes gradient histories."""
     functions = snapshot.functions
     names = {name for f in functions for code in codes(f.__code__) for name in code.co_names}
-    assigned = frozenset[str]().union(*(assigned_by(f.__code__) for f in functions))
+    assigned = frozenset[str]().union(*(assignments_of(f.__code__) for f in functions))
     return (names & _OF_HISTORY) | (assigned & {"requires_grad"})

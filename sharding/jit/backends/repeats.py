@@ -135,16 +135,16 @@ def _constants(node: fx.Node, number: Callable[[fx.Node], Hashable]) -> Hashable
     Each node among them is replaced by its number, and the site of a collective is left out.
     """
     args = node.args[:-1] if node.target in OPERATORS else node.args
-    return _frozen(args, number), tuple(
-        (name, _frozen(x, number)) for name, x in node.kwargs.items()
+    return _hashable(args, number), tuple(
+        (name, _hashable(x, number)) for name, x in node.kwargs.items()
     )
 
 
-def _frozen(x: Any, number: Callable[[fx.Node], Hashable]) -> Hashable:
+def _hashable(x: Any, number: Callable[[fx.Node], Hashable]) -> Hashable:
     if isinstance(x, fx.Node):
         return number(x)
     if isinstance(x, (list, tuple)):
-        return type(x), tuple(_frozen(part, number) for part in x)
+        return type(x), tuple(_hashable(part, number) for part in x)
     return type(x), repr(x)
 
 

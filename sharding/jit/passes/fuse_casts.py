@@ -83,7 +83,7 @@ def send_before_widening(graph: fx.Graph, move: Movement) -> int:
     """
     live = live_bytes(graph, move.use)
     for start in filter(is_moving, move.nodes):
-        cast = _widening(start.args[0])  # type: ignore[arg-type]
+        cast = _wide_cast(start.args[0])  # type: ignore[arg-type]
         if cast is None or len(start.users) != 1 or not move.is_private(start):
             continue
         narrow: Any = cast.args[0]
@@ -113,7 +113,7 @@ def send_before_widening(graph: fx.Graph, move: Movement) -> int:
     return 0
 
 
-def _widening(x: fx.Node) -> fx.Node | None:
+def _wide_cast(x: fx.Node) -> fx.Node | None:
     """Return the cast to a larger dtype that a node is a flat view of; None if it is none."""
     while is_view(x) and x.target is aten.view.default:
         x = x.all_input_nodes[0]

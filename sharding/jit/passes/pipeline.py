@@ -62,8 +62,8 @@ def run(
     twice: frozenset[object] | None = None  # the collectives that all ranks let run twice
     if not options.any:
         is_text = isinstance(recording, str)
-        return recording if is_text else _hoisting(world, meshes, agreed=False)(recording)
-    hoist = _hoisting(world, meshes, agreed=True)
+        return recording if is_text else _hoist_pass(world, meshes, agreed=False)(recording)
+    hoist = _hoist_pass(world, meshes, agreed=True)
     while True:
         stages = [] if isinstance(recording, str) else _stages(recording, options, hoist, twice)
         if world is None:
@@ -86,23 +86,23 @@ def run(
                 overlap=options.overlap,
                 max_live_bytes=options.max_live_bytes,
             )
-            program = _stages(recording, alone, _hoisting(world, meshes, agreed=False))[-1][0]
+            program = _stages(recording, alone, _hoist_pass(world, meshes, agreed=False))[-1][0]
             return dataclasses.replace(program, is_own=agreed.is_own)
         if chosen == len(stages) - 1:
             if agreed.is_own and not agreed.is_alike:
-                program = _hoisting(world, meshes, agreed=False)(recording)
+                program = _hoist_pass(world, meshes, agreed=False)(recording)
                 return dataclasses.replace(program, is_alone=True)
             return dataclasses.replace(stages[chosen][0], is_own=agreed.is_own)
         stage, name = stages[chosen + 1]
         if name == "regather" and twice is None:  # ranks with parts of other sizes have other peaks
             twice = agree_on_names(world, list(meshes), run_again(stage.graph))
         elif name == "hoist_reads":
-            hoist = _hoisting(world, meshes, agreed=True, collectives=False)
+            hoist = _hoist_pass(world, meshes, agreed=True, collectives=False)
         else:
             options = dataclasses.replace(options, **{name: 0})  # type: ignore[arg-type]
 
 
-def _hoisting(
+def _hoist_pass(
     world: World | None, meshes: Sequence[Sequence[int]], **options: bool
 ) -> Callable[[Program], Program]:
     """Return a function that returns a program with its reads before the graph.

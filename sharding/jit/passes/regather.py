@@ -265,9 +265,9 @@ def _insert(graph: fx.Graph, move: Movement, again: _Again) -> None:
     place, needed = move.nodes[again.place], set(again.needed)
     copies: dict[fx.Node, fx.Node] = {}
 
-    def remade(x: fx.Node) -> fx.Node:
+    def copy_of(x: fx.Node) -> fx.Node:
         if x not in copies and move.use.of[x] and move.use.of[x] <= needed:
-            copies[x] = graph.node_copy(x, remade)
+            copies[x] = graph.node_copy(x, copy_of)
         return copies.get(x, x)
 
     with graph.inserting_before(place):
@@ -279,7 +279,7 @@ def _insert(graph: fx.Graph, move: Movement, again: _Again) -> None:
         for x in old:
             for user in list(x.users):
                 if move.at.get(user, -1) >= again.place and user not in old:
-                    user.replace_input_with(x, remade(x))
+                    user.replace_input_with(x, copy_of(x))
     for x in reversed(old):
         if not x.users and is_view(x):
             graph.erase_node(x)

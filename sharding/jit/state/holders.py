@@ -77,15 +77,15 @@ class Holder:
             return f"{self.path} had {len(held) // 2} entries and has {len(now) // 2}"
         for i in range(0, len(held), 2):
             if not _same(now[i], held[i]):
-                return f"{self.path} had the entry {_shown(held[i])} and has {_shown(now[i])}"
+                return f"{self.path} had the entry {_text_of(held[i])} and has {_text_of(now[i])}"
             if not _same(now[i + 1], held[i + 1]):
                 if (id(self.source), held[i]) in dynamic and _is_alike(now[i + 1], held[i + 1]):
                     continue
                 if is_copy(self, held[i], held[i + 1], now[i + 1]):
                     continue
                 return (
-                    f"{self.path}{key_text(held[i])} was {_shown(held[i + 1])} and is "
-                    f"{_shown(now[i + 1])}"
+                    f"{self.path}{key_text(held[i])} was {_text_of(held[i + 1])} and is "
+                    f"{_text_of(now[i + 1])}"
                 )
         return None
 
@@ -231,5 +231,5 @@ def key_text(key: Any) -> str:
     return f"[{key}]" if isinstance(key, int) else f"[a {type(key).__name__}]"
 
 
-def _shown(x: Any) -> str:
+def _text_of(x: Any) -> str:
     return repr(x)[:80] if isinstance(x, PLAIN) else f"a {type(x).__name__}"

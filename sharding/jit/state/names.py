@@ -151,7 +151,7 @@ def overrides_called(kind: type, names: frozenset[str]) -> frozenset[str]:
 
 
 @lru_cache(4096)
-def assigned_by(code: types.CodeType) -> frozenset[str]:
+def assignments_of(code: types.CodeType) -> frozenset[str]:
     """Return the attributes that the code, and that of the functions inside it, assigns."""
     names: set[str] = set()
     for part in codes(code):

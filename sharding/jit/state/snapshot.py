@@ -57,7 +57,7 @@ from .names import (
     ANY_ATTRIBUTE,
     Called,
     Name,
-    assigned_by,
+    assignments_of,
     codes,
     globals_of,
     is_installed,
@@ -214,7 +214,7 @@ class Snapshot:
             ]
             for code in {f.__code__ for f in methods if isinstance(f, types.FunctionType)}:
                 selves.setdefault(code, []).append(x)
-        assigned = frozenset[str]().union(*(assigned_by(f.__code__) for f in self.functions))
+        assigned = frozenset[str]().union(*(assignments_of(f.__code__) for f in self.functions))
         names: set[Name] = set()
         for f in self.functions:
             values = self._values_of_parameters(f, selves.get(f.__code__, ()))
