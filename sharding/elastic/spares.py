@@ -127,7 +127,7 @@ def told_by_mesh(mesh: DeviceMesh, fact: Any) -> Any:
     Args:
         fact: that of this rank; only that of the lowest one matters.
 
-    Communication: a message of that rank to all.
+    Communication: one all_gather of small objects over all ranks of the world.
     """
     world = mesh.world
     return facts_of(world.group(range(world.size)), int(mesh.ranks.min()), fact)

@@ -55,7 +55,7 @@ def job_with(members: Members, monkeypatch: pytest.MonkeyPatch) -> ElasticJob:
     job = ElasticJob.__new__(ElasticJob)
     job._members = members  # type: ignore[assignment]
     job.events = []
-    job._joining, job._is_completing, job._interrupted_at = (object(),), False, 0.0  # type: ignore
+    job._joining, job._is_completing, job._interrupted_at = {2: object()}, False, 0.0  # type: ignore
     job._member_ranks = members.member.members
     monkeypatch.setattr(job, "_rebuild", lambda: None)
     return job
@@ -101,7 +101,7 @@ def test_a_rank_that_is_told_to_go_may_hear_that_others_have_gone_on(
 def holding(
     knows_losses: bool, has_layouts: bool = False, copied: tuple[_CopiedVersion, ...] = ()
 ) -> _Holding:
-    return _Holding(False, False, False, copied, knows_losses, has_layouts)
+    return _Holding(False, False, False, copied, knows_losses, has_layouts, False)
 
 
 def test_ranks_that_go_back_to_a_checkpoint_have_the_losses_of_those_before():
@@ -193,7 +193,7 @@ def test_a_loss_in_the_confirm_leaves_the_copies_before_and_after(monkeypatch: p
     job._members, job._build = members, lambda _: {}
     job._layouts, job._meshes, job._versions, job._hooks = {}, {}, {}, []
     job.losses, job.first_step = [], 0
-    before, after, mesh = object(), object(), object()
+    before, after, mesh = object(), object(), SimpleNamespace(coordinate=(0,))
     job._redundancies = {0: _Copies(before, (0, 1))}  # type: ignore[arg-type]
     monkeypatch.setattr(job, "_mesh_of", lambda _: mesh)
     monkeypatch.setattr(job, "_recover", lambda _, like: like)

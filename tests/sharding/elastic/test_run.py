@@ -306,9 +306,12 @@ def test_copies_on_other_ranks_take_the_place_of_replicas(
 
 
 @pytest.mark.slow
-def test_the_next_loss_finds_copies_whenever_it_comes(forked: Forked, tmp_path: Path):
-    """In the first step after a loss, before copies of a step on the new mesh have been made."""
-    job = Plan(RANKS, "fsdp", [(2, 2, "backward", "kill"), (0, 2, "again", "kill")], redundancy=1)
+@pytest.mark.parametrize("place", ["confirm", "again"])
+def test_the_next_loss_finds_copies_whenever_it_comes(forked: Forked, place: str, tmp_path: Path):
+    """Before all have confirmed the new mesh, and in the first step after a loss, before copies of
+    a step on the new mesh have been made.
+    """
+    job = Plan(RANKS, "fsdp", [(2, 2, "backward", "kill"), (0, 2, place, "kill")], redundancy=1)
     ended = run_plan(forked, job, tmp_path)
     check(job, ended, forked, tmp_path / "replay")
     assert statuses(ended) == [-9, 0, -9, 0]
