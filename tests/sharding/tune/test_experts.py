@@ -231,6 +231,10 @@ FORMS = {
     "dp, ep, recompute": ("mixtral", Form(dp=2, ep=2, rows=2, recompute="full")),
     "pp, ep": ("mixtral", Form(pp=2, ep=2, rows=2, microbatches=2)),
     "pp, fsdp, ep": ("mixtral", Form(pp=2, fsdp=2, ep=2, rows=1, microbatches=2)),
+    "pp, fsdp, ep, gather once": (
+        "mixtral",
+        Form(pp=2, fsdp=2, ep=2, rows=1, microbatches=2, gather="step", schedule="zb_h1"),
+    ),
     "qwen2": ("qwen2", Form(ep=2, rows=4)),
     "deepseek": ("deepseek", Form(fsdp=2, ep=2, rows=2)),
 }
