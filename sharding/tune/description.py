@@ -553,7 +553,7 @@ class _Places:
 
     def _leave_experts(self, module: nn.Module, args: Any, output: Any) -> None:
         self._set_in_experts(False)
-        is_marked = isinstance(args[0], Tensor) and args[0].grad_fn is not None
+        is_marked = any(isinstance(x, Tensor) and x.grad_fn is not None for x in args[:1])
         if is_marked and isinstance(output, Tensor) and not isinstance(output, ShardedTensor):
             output.register_hook(lambda grad: self._set_in_experts(True))
 

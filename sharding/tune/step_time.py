@@ -52,8 +52,8 @@ class StepTime:
         bubble: the pipeline's idle time.
         optimizer: clipping and AdamW's step.
         moved: bytes that the rank receives over each axis.
-        launches: collectives over each axis. Not among them are sums of a few numbers: the loss,
-            the norm of gradients.
+        launches: collectives over each axis, without sums of a few numbers (the loss, the norm of
+            gradients) and without those of gradients over dp, which come in buckets.
     """
 
     matmul: float
@@ -157,10 +157,6 @@ class _Elements:
     def total(self) -> float:
         return self.others + self.experts
 
-    @property
-    def units(self) -> int:
-        return (self.others > 0) + (self.experts > 0)
-
     def plus(self, other: _Elements, factor: float = 1) -> _Elements:
         """Return `self + factor * other`."""
         return _Elements(self.others + factor * other.others, self.experts + factor * other.experts)
@@ -194,7 +190,8 @@ class _Sharing:
 
     def units(self, elements: _Elements) -> int:
         """Return how many collectives gather them."""
-        return self.shared(elements).units
+        shared = self.shared(elements)
+        return (shared.others > 0) + (shared.experts > 0)
 
     def received(self, elements: _Elements) -> float:
         """Return the elements that a rank receives if they are gathered, or reduced."""
@@ -308,7 +305,6 @@ class StepTimes:
             "cp": total.cp_launches,
             "ep": total.ep_launches,
             "fsdp": form.gathers * (units + again) + form.reductions * units,
-            "dp": edges + blocks * used.units,
         }
         return StepTime(
             matmul=total.matmul,
@@ -392,7 +388,7 @@ class StepTimes:
 
         Args:
             sends: how often the bytes of keys and values go round the ring; in backward also those
-                of their gradients, in float32.
+                of their gradients, in float32, by permutes of their own.
         """
         prices, device = self._prices, self._prices.device
         scale = form.rows / form.cp
@@ -406,12 +402,12 @@ class StepTimes:
             prices.seconds(op, received * scale, tp_group, launches)
             for op, (launches, received) in phase.communication.items()
         )
-        rounds = (form.cp - 1) * sends
-        ring_bytes = rounds * scale * costs.keys_and_values
+        ring_bytes = (form.cp - 1) * sends * scale * costs.keys_and_values
+        launches_of_ring = (form.cp - 1) * min(sends, 2) if ring_bytes else 0
         ring = 0.0
         if ring_bytes:
             cp_group = form.group("cp", prices.node)
-            ring = prices.seconds("permute", ring_bytes, cp_group, rounds)
+            ring = prices.seconds("permute", ring_bytes, cp_group, launches_of_ring)
         matmul = other = 0.0
         for kernel, count in phase.kernels.items():
             rows, launches, fixed = scale, 1.0, kernel.fixed
@@ -434,7 +430,7 @@ class StepTimes:
             tp_bytes=scale * sum(received for _, received in phase.communication.values()),
             cp_bytes=ring_bytes,
             tp_launches=sum(launches for launches, _ in phase.communication.values()),
-            cp_launches=rounds if ring_bytes else 0.0,
+            cp_launches=launches_of_ring,
         )
 
 
