@@ -30,7 +30,7 @@ from ...tensor.sharded_tensor import ShardedTensor
 from ...trees import map_tensors, tensors_in
 from .deferral.operands import OPERANDS, Operands
 from .deferral.operators import Phase, defer, use
-from .deferral.weights import NODES_OF_WEIGHTS, Weights
+from .deferral.weights import Weights
 
 State = Literal["forward", "input", "weight", "done", "failed"]
 
@@ -262,10 +262,13 @@ class _MarkWeights(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not types and not _may_have_weight(args) and not _may_have_weight(kwargs.values()):
-            return func(*args, **kwargs)  # most calls
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        operands = (*args, *kwargs.values()) if kwargs else args
+        if not types and not self._may_have_weight(operands):  # most calls
+            return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if name in _NOT_OPERATORS or torch.compiler.is_compiling():
+        if name in _NOT_OPERATORS:
             return func(*args, **kwargs)
         for kind in types:
             if issubclass(kind, ShardedTensor):
@@ -273,7 +276,7 @@ class _MarkWeights(TorchFunctionMode):
         if func is torch.autograd.backward:
             run = self._backward if torch.is_grad_enabled() else func
             return run(*args, **kwargs)
-        weights = self._weights_in((*args, *kwargs.values()))
+        weights = self._weights_in(operands)
         if not weights:
             return func(*args, **kwargs)
         if not torch.is_grad_enabled():  # as in the forward of a reentrant checkpoint
@@ -295,8 +298,8 @@ class _MarkWeights(TorchFunctionMode):
         def is_weight(x: Any) -> bool:
             return id(x) in numbers
 
-        operands = OPERANDS.get(func)
-        call = None if operands is None else operands(is_weight, *args, **kwargs)
+        of_operator = OPERANDS.get(func)
+        call = None if of_operator is None else of_operator(is_weight, *args, **kwargs)
         if call is not None and self._can_defer(call):
             return self._defer(call, is_weight(call.x))
         if args and weights[0] is args[0] and _is_conversion(name, args):
@@ -331,12 +334,29 @@ class _MarkWeights(TorchFunctionMode):
         with self:  # which does not see a backward from edges
             return torch.autograd.backward(edges, grad_tensors, **options)
 
+    def _may_have_weight(self, operands: Iterable[Any]) -> bool:
+        """Return False if there is no weight among these operands; True may be wrong."""
+        for x in operands:
+            kind = type(x)
+            if kind is Tensor:
+                if x.requires_grad and self._weights.is_weight(x):
+                    return True
+            elif kind is list or kind is tuple:
+                if self._may_have_weight(x):
+                    return True
+            elif kind not in _CONSTANTS:
+                return True
+        return False
+
     def _weights_in(self, operands: Iterable[Any]) -> list[Tensor]:
         """Return the weights among the operands of a call, also those in lists and the like."""
         weights: list[Tensor] = []
         for x in operands:
             kind = type(x)
-            if kind is Tensor or kind is nn.Parameter:
+            if kind is nn.Parameter:
+                if x.requires_grad and (x.is_leaf or self._weights.is_weight(x)):
+                    weights.append(x)
+            elif kind is Tensor:
                 if x.requires_grad and self._weights.is_weight(x):
                     weights.append(x)
             elif isinstance(x, (list, tuple)):
@@ -346,7 +366,9 @@ class _MarkWeights(TorchFunctionMode):
         return weights
 
     def _can_defer(self, call: Operands) -> bool:
-        if not all(x is None or _is_plain(x) for x in (call.x, call.weight, call.bias)):
+        if type(call.x) not in _PLAIN or type(call.weight) not in _PLAIN:
+            return False
+        if call.bias is not None and type(call.bias) not in _PLAIN:
             return False
         if not call.weight.is_floating_point():
             return False
@@ -380,26 +402,8 @@ class _MarkWeights(TorchFunctionMode):
         return self._casts[id(x)][1]
 
 
+_PLAIN = frozenset({Tensor, nn.Parameter})  # no other subclasses
 _CONSTANTS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size})
-
-
-def _may_have_weight(operands: Iterable[Any]) -> bool:
-    """Return False if there is certainly no weight among these operands, in little time."""
-    for x in operands:
-        kind = type(x)
-        if kind is Tensor:
-            node = x.grad_fn
-            if node is None:
-                if x.requires_grad:
-                    return True
-            elif type(node).__name__ in NODES_OF_WEIGHTS:
-                return True
-        elif kind is list or kind is tuple:
-            if _may_have_weight(x):
-                return True
-        elif kind not in _CONSTANTS:
-            return True
-    return False
 
 
 def _map_operand(function: Callable[[Tensor], Tensor], x: Any) -> Any:
@@ -407,12 +411,6 @@ def _map_operand(function: Callable[[Tensor], Tensor], x: Any) -> Any:
     if isinstance(x, Tensor):
         return function(x)
     return x if type(x) in _CONSTANTS else map_tensors(function, x)
-
-
-def _is_plain(x: Any) -> bool:
-    """Return whether an operand is a tensor of no other subclass than a parameter."""
-    kind = type(x)
-    return kind is Tensor or kind is nn.Parameter
 
 
 def _is_conversion(name: str, args: Sequence[Any]) -> bool:

@@ -22,7 +22,7 @@ from ....tensor.sharded_tensor import ShardedTensor
 _GATHER_OF_UNIT = "_GatherParamsBackward"
 # Nodes of autograd through which a tensor is still a weight: casts, views and copies of one, and
 # the conversions of sharded parameters. None of them saves a tensor.
-NODES_OF_WEIGHTS = frozenset(
+_NODES_OF_WEIGHTS = frozenset(
     {
         _GATHER_OF_UNIT,
         "AliasBackward0",
@@ -108,18 +108,18 @@ class Weights:
         node = x.grad_fn
         if node is None:
             return self._is_weight_leaf(x)
-        while True:
-            name = type(node).__name__
+        while (name := type(node).__name__) in _NODES_OF_WEIGHTS:
             if name == _GATHER_OF_UNIT:
                 return True
-            if name == "AccumulateGrad":
-                return self._is_weight_leaf(node.variable)  # type: ignore[attr-defined]
-            if name not in NODES_OF_WEIGHTS:
+            edges = node.next_functions
+            if len(edges) > 1:
+                edges = [edge for edge in edges if edge[0] is not None]
+                if len(edges) > 1:
+                    return False
+            node = edges[0][0] if edges else None
+            if node is None:
                 return False
-            operands = [edge for edge, _ in node.next_functions if edge is not None]
-            if len(operands) != 1:
-                return False
-            node = operands[0]
+        return name == "AccumulateGrad" and self._is_weight_leaf(node.variable)  # type: ignore[attr-defined]
 
     def _is_weight_leaf(self, x: Tensor) -> bool:
         return isinstance(x, nn.Parameter) or id(x) in self._sharded_leaves

@@ -75,3 +75,9 @@ def step(schedule: str, how: str, kind: str, microbatch: int) -> float:
     finally:
         if how == "raises" and dist.is_initialized():  # not in a simulated world
             dist.destroy_process_group()
+
+
+def step_in_detail(schedule: str) -> float:
+    """Run a step in which nothing fails, where torch compares ranks when a collective begins."""
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    return step(schedule, "dies", "forward", 4)

@@ -55,6 +55,14 @@ def test_deadlock_of_a_stage_is_named(forked: Forked, mode: str) -> None:
         assert "activations into stage 3, microbatch 1" in verdict, one.output
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("schedule", ["1f1b", tiers.slow("zb_h1")])
+def test_debug_level_detail_of_torch(forked: Forked, schedule: str) -> None:
+    """Its checks wait for both ranks of a message, as if it was a collective: a ring of waits."""
+    ended = forked(failing_ranks.step_in_detail, 4, schedule, limit_s=250.0)
+    assert statuses(ended) == [0] * 4, ended[0].output
+
+
 @pytest.mark.parametrize(("kind", "microbatch"), [("forward", 2), ("backward", 0)])
 def test_error_of_a_stage_says_where_it_was_raised(kind: str, microbatch: int) -> None:
     with pytest.raises(ArithmeticError, match="a bad row") as raised:
