@@ -34,7 +34,7 @@ hypothesis.settings.register_profile(
     print_blob=True,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
-for profile, examples in (("shardmesh", 15), ("few", 5)):
+for profile, examples in (("shardmesh", 10), ("few", 5)):
     hypothesis.settings.register_profile(
         profile, parent=hypothesis.settings.get_profile("thorough"), max_examples=examples
     )

@@ -31,7 +31,7 @@ def check_programs(seeds: range) -> None:
         )
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("first", range(0, 200, 20))
 def test_random_programs_differentiated_three_times(first: int) -> None:
     check_programs(range(first, first + 20))

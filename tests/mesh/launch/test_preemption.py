@@ -97,6 +97,7 @@ class PreemptedJob:
             part.stop()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("seed", range(25))
 def test_all_ranks_stop_in_the_same_step(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preemption, "_NOTICE_POLL_S", 0.02)

@@ -126,6 +126,7 @@ def of_safetensors(sandbox, kinds=CheckpointError):
 DIFFERENT = {"dtype complex128", "shape 10**18"}
 
 
+@pytest.mark.one_in(2, each=["name", "sealed"])
 @pytest.mark.parametrize("sealed", [False, True])
 @pytest.mark.parametrize("name", damages.INDEX)
 def test_index(name, sealed, good, tmp_path):

@@ -215,6 +215,7 @@ LOOPS: dict[Callable[..., tuple[Values, int]], int] = {
 }
 
 
+@pytest.mark.one_in(2, each=["loop", "form"])
 @pytest.mark.parametrize("form", ["fsdp", "ddp"])
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 def test_a_loop_has_the_bits_of_eager(loop: Any, form: str) -> None:

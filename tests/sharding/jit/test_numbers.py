@@ -91,6 +91,7 @@ PYTHON: dict[str, Function] = {
 }
 
 
+@pytest.mark.one_in(2, each=["name", "has_gradient"])
 @pytest.mark.parametrize("has_gradient", [False, True], ids=["values", "gradients"])
 @pytest.mark.parametrize("name", [*DOUBLES, *SCALARS, *PYTHON])
 def test_a_float_that_changes(name: str, has_gradient: bool) -> None:

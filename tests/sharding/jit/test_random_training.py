@@ -17,7 +17,7 @@ from tests.sharding.ranks import on_mesh
 EACH = 5  # programs of a test; 300 in all
 
 
-@pytest.mark.one_in(10)
+@pytest.mark.one_in(20)
 @pytest.mark.filterwarnings("ignore:.*was recorded 8 times")
 @pytest.mark.parametrize("part", range(300 // EACH))
 def test_training_has_the_bits_of_eager(part: int) -> None:

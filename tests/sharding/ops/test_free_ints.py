@@ -113,6 +113,7 @@ def _equal(result: Any, expected: Any) -> None:
     torch.testing.assert_close(whole, expected)
 
 
+@pytest.mark.one_in(3, each=["name", "layout"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", NUMBERS)
 def test_numbers(name: str, layout: str, decisions: Decisions) -> None:

@@ -143,6 +143,7 @@ def _in_one_process(saves, wrap=True, x=None):
     return found, products, [p.operators() for p in policies]
 
 
+@pytest.mark.one_in(2, each=["form", "saves"])
 @pytest.mark.parametrize("saves", ["all", "every other", "none"])
 @pytest.mark.parametrize("form", FORMS)
 def test_what_is_saved_and_what_is_recomputed(form, saves):

@@ -142,7 +142,7 @@ def _gradients(outs, inputs):
     return [] if isinstance(loss, int) else torch.autograd.grad(loss, wanted, allow_unused=True)
 
 
-@pytest.mark.one_in(2, each=["name"])
+@pytest.mark.one_in(4, each=["name", "specs", "ranks"])
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("specs", SPECS, ids=str)
 @pytest.mark.parametrize("name", CASES)

@@ -208,6 +208,7 @@ def _over(axes, kind):
     return P(unreduced=dict.fromkeys(axes, kind))
 
 
+@pytest.mark.one_in(4, each=["name", "kind", "axes"])
 @pytest.mark.parametrize("axes", [("a", "ab"), ("ab", "b"), ("a", "b"), ("ab", "ab")], ids="-".join)
 @pytest.mark.parametrize("kind", ["sum", "avg", "max", "min", "product"])
 @pytest.mark.parametrize("name", JOINS)

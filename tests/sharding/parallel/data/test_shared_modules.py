@@ -128,6 +128,7 @@ FORMS = {
 }
 
 
+@pytest.mark.one_in(3, each=["name", "form", "sharded"])
 @pytest.mark.parametrize("sharded", [False, True], ids=["plain", "sharded"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", MODELS)

@@ -133,7 +133,7 @@ def test_models_on_a_mesh(name, parallelism, sharded, recomputes, accumulates):
         assert in_w > 0
 
 
-@pytest.mark.one_in(6, each=["form", "shape"])
+@pytest.mark.one_in(12, each=["form", "shape", "recomputes", "accumulates"])
 @pytest.mark.parametrize("accumulates", [False, True])
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)

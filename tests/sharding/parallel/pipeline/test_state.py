@@ -70,7 +70,7 @@ def resumed_in_one_process(folder: Path) -> Any:
 PAIRS = list(zip(SETUPS, SETUPS[7:] + SETUPS[:7], strict=True))
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize(("before", "after"), PAIRS, ids=str)
 def test_resumes_with_other_stages(before, after, tmp_path, expected):
     losses, final = expected

@@ -97,6 +97,7 @@ def on_fsdp_tp(shape: tuple[int, int], program: Any) -> list[Any]:
     return sm.simulate(shape[0] * shape[1])(rank)()
 
 
+@pytest.mark.one_in(3, each=["plan", "loss_of", "shape"])
 @pytest.mark.parametrize(
     "plan", [PLAN, WHOLE_LOGITS, SPLIT_LOGITS], ids=["no head", "whole", "split"]
 )

@@ -53,7 +53,7 @@ def _gradients_of(mesh, outs):
         yield plain.requires_grad_() if spec is None else put(mesh, plain, spec, grad=True)
 
 
-@pytest.mark.one_in(2, each=["name", "spec"])
+@pytest.mark.one_in(3, each=["name", "spec", "fast_mode"])
 @pytest.mark.parametrize("fast_mode", [False, True], ids=["each element", "fast"])
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize("name", CASES)
