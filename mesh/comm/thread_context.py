@@ -102,6 +102,7 @@ class FunctionState(NamedTuple):
     plain_attention: Replacement | None
     parts: Replacement | None
     graphs_before: int | None
+    sequence_order: str | None
 
 
 class Setting(ContextDecorator):
@@ -144,6 +145,8 @@ class ThreadContext(threading.local):
         parts: the graphs that calls of modules run, see `jit/parts.py`; None where all run eagerly.
         graphs_before: in a recomputation, the number of the first graph that its forward could not
             run yet (`ops/recomputation.py`); None outside.
+        sequence_order: that of the sequences which `compat._context_parallel_shard` has split last;
+            None if it has not been called.
 
         recorder: what records the graph that is being made; collectives and random numbers are
             shown to it.
@@ -182,6 +185,7 @@ class ThreadContext(threading.local):
     plain_attention: Replacement | None = None
     parts: Replacement | None = None
     graphs_before: int | None = None
+    sequence_order: str | None = None
 
     recorder: GraphRecorder | None = None
     axis_env: Any = None
@@ -234,6 +238,7 @@ class ThreadContext(threading.local):
             self.plain_attention,
             self.parts,
             self.graphs_before,
+            self.sequence_order,
         )
 
     @contextmanager

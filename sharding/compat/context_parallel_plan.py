@@ -10,9 +10,7 @@ one's own are shorter with `context_parallel`, or with `sm.parallel.context_para
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from importlib import import_module
 from typing import Any, Protocol
@@ -21,8 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from ...mesh.comm.current_world import current_world
-from ...mesh.comm.world import World
+from ...mesh.comm.thread_context import thread_context
 from ...mesh.device_mesh import DeviceMesh, as_device_mesh
 from ..layout.spec import Partial, Replicate
 from ..parallel.context import attention
@@ -77,11 +74,8 @@ def _PTRRLoadBalancer(block_mask: BlockMask, world_size: int) -> LoadBalancer:
     return torchs._PTRRLoadBalancer(block_mask, world_size)
 
 
-class _Order:
-    """Whether the sequences of one world are in balanced order: as they were last split."""
-
-    def __init__(self, _: World) -> None:
-        self.balanced = False
+# The orders of sequences over ranks, see `ThreadContext.sequence_order`.
+_CONTIGUOUS, _HEAD_TAIL, _OTHER = "contiguous", "head-tail", "other"
 
 
 # -- buffers ---------------------------------------------------------------------------------------
@@ -96,8 +90,8 @@ def _context_parallel_shard(
 ) -> Any:
     """_context_parallel_shard(mesh["cp"], (tokens, labels), (1, 1), balancer) -> this rank's parts.
 
-    Causal attention of modules with a plan `_ContextParallel` takes sequences to be in the order of
-    the last call, contiguous or balanced, as in torch.
+    Attention of modules with a plan `_ContextParallel` takes sequences to be in the order of the
+    last call in this thread, as in torch; recomputation in backward takes that of its forward.
 
     Args:
         mesh: of one axis, over which sequences are split.
@@ -110,8 +104,9 @@ def _context_parallel_shard(
         The parts, in a list, or a dict with the names of the buffers.
 
     Raises:
-        ValueError: another number of dims than buffers; a length that the ranks do not divide, with
-            a `_HeadTailLoadBalancer` twice the number of ranks.
+        ValueError: another number of dims than buffers; a load balancer for another length; a
+            length that the ranks do not divide, with a `_HeadTailLoadBalancer` twice the number of
+            ranks.
 
     Communication: none.
     """
@@ -129,8 +124,17 @@ def _context_parallel_shard(
         else _part(mesh, buffers[name], seq_dims[name], load_balancer, order)  # type: ignore[call-overload]
         for name in names
     ]
-    current_world().state(_Order).balanced = load_balancer is not None
+    thread_context.sequence_order = _order_name(mesh, load_balancer, order)
     return dict(zip(names, parts, strict=True)) if isinstance(buffers, Mapping) else parts
+
+
+def _order_name(mesh: DeviceMesh, load_balancer: LoadBalancer | None, order: Tensor | None) -> str:
+    if order is None:
+        return _CONTIGUOUS
+    is_head_tail = type(load_balancer).__name__ == "_HeadTailLoadBalancer"  # ours or torch's
+    if is_head_tail and load_balancer.world_size == mesh.size():  # type: ignore[union-attr]
+        return _HEAD_TAIL
+    return _OTHER
 
 
 def _part(
@@ -148,10 +152,15 @@ def _part(
             f"_context_parallel_shard: {length} positions over {ranks} ranks; pad sequences to a "
             f"multiple of {pieces}, or use sm.parallel.context_parallel, which takes any length"
         )
+    if order is not None and order.shape[-1] != length:
+        raise ValueError(
+            f"_context_parallel_shard: a load balancer of {order.shape[-1]} positions for a buffer "
+            f"of {length}; make it for the length of the buffers"
+        )
     places = slice(*_bounds(mesh, length))
     if order is None:
         return buffer.narrow(dim, places.start, places.stop - places.start).contiguous()
-    if len(order) == 1:
+    if len(order) == 1 or dim == 0:
         return buffer.index_select(dim, order[0, places])
     rows = [
         row.index_select(dim - 1, indices[places])
@@ -214,7 +223,11 @@ class _ContextParallel(ParallelStyle):
         attention_type: `_ContextParallel.AttentionType.SDPA` or `.FLEX`.
 
     Raises:
-        ValueError: a mesh of several axes, when it is applied.
+        ValueError: a mesh of several axes, when it is applied. In a call: sequences in an order
+            that attention of SDPA does not know, or that were not split by
+            `_context_parallel_shard`; keys and values that are passed to FLEX by other names.
+
+    Under `sm.jit` it is a break, since a graph would keep the order of sequences.
 
     Communication: that of `sm.parallel.context_parallel_attention` with the method of
         `set_rotate_method`; for FLEX an all_gather of keys and values, and reduce_scatter of their
@@ -246,9 +259,7 @@ class _ContextParallel(ParallelStyle):
             gather = _GatherKeys(mesh, self.seq_dim)
             module.register_forward_pre_hook(gather, with_kwargs=True)
             return module
-        split = _SplitSequences(mesh, self.seq_dim)
-        module.register_forward_pre_hook(split.enter, with_kwargs=True)
-        module.register_forward_hook(split.leave, always_call=True)
+        module.forward = _SplitSequences(mesh, self.seq_dim, module.forward)
         return module
 
 
@@ -259,6 +270,11 @@ class _GatherKeys:
         self.mesh, self.dim = mesh, dim
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if len(args[1:3]) + sum(name in kwargs for name in ("key", "value")) != 2:
+            raise ValueError(
+                "_ContextParallel(FLEX): pass queries, keys and values by position, or keys and "
+                f"values as key= and value=; got {len(args)} by position and {', '.join(kwargs)}"
+            )
         args = tuple(self._whole(x) if place in (1, 2) else x for place, x in enumerate(args))
         named = {
             name: self._whole(x) if name in ("key", "value") else x for name, x in kwargs.items()
@@ -271,27 +287,23 @@ class _GatherKeys:
 
 
 class _SplitSequences:
-    """Hooks around a module that calls `F.scaled_dot_product_attention` of parts of sequences."""
+    """The forward of a module that calls `F.scaled_dot_product_attention` of parts of sequences."""
 
-    def __init__(self, mesh: DeviceMesh, dim: int) -> None:
-        self.mesh, self.dim = mesh, dim
-        self._of_thread = _Blocks()
+    def __init__(self, mesh: DeviceMesh, dim: int, forward: Callable[..., Any]) -> None:
+        self.mesh, self.dim, self.forward = mesh, dim, forward
 
-    def enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        world = current_world()
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if thread_context.recorder is not None:
+            thread_context.recorder.refuse(
+                "attention takes sequences in the order of the last _context_parallel_shard",
+                "call the module outside of sm.jit, or use sm.parallel.context_parallel",
+            )
         block = attention.context_parallel(
-            self.mesh.axis_names,
-            method=chosen_method(),
-            balanced=world.state(_Order).balanced,
+            self.mesh.axis_names, method=chosen_method(), balanced=_is_balanced()
         )
-        block.__enter__()
-        self._of_thread.entered.append(block)
-        return tuple(map_tensors(self._on_mesh, [args, kwargs]))
-
-    def leave(self, _: nn.Module, __: Any, outputs: Any) -> Any:
-        if self._of_thread.entered:  # it is not if a hook before this one raised
-            self._of_thread.entered.pop().__exit__(None, None, None)
-        return map_tensors(_local, [outputs])[0]
+        args, kwargs = map_tensors(self._on_mesh, [args, kwargs])
+        with block:
+            return map_tensors(_local, [self.forward(*args, **kwargs)])[0]
 
     def _on_mesh(self, part: Tensor) -> Tensor:
         if isinstance(part, ShardedTensor):
@@ -299,15 +311,24 @@ class _SplitSequences:
         return from_part(part, self.mesh, self.dim, [part.shape[self.dim]] * self.mesh.size())
 
 
+def _is_balanced() -> bool:
+    """Return whether sequences are in the order of `balance_sequence`, not in their own."""
+    order = thread_context.sequence_order
+    if order is None:
+        raise ValueError(
+            "_ContextParallel(SDPA): the order of sequences is not known; split them by "
+            "_context_parallel_shard"
+        )
+    if order == _OTHER:
+        raise ValueError(
+            "_ContextParallel(SDPA): sequences are in the order of a load balancer that is no "
+            "_HeadTailLoadBalancer for this number of ranks; use that one, or none, or FLEX"
+        )
+    return order == _HEAD_TAIL
+
+
 def _local(x: Tensor) -> Tensor:
     return to_local(x) if isinstance(x, ShardedTensor) else x
-
-
-class _Blocks(threading.local):
-    """The blocks that this thread has entered, of calls that have not ended."""
-
-    def __init__(self) -> None:
-        self.entered: list[AbstractContextManager[None]] = []
 
 
 def _enable_context_parallel_dispatcher() -> None:

@@ -85,12 +85,11 @@ def broadcast(x: Tensor, src: int, *, group: Any, async_op: bool) -> Any:
 def broadcast_message(x: Tensor, src: int, *, group: Any, async_op: bool) -> Any:
     """Start a broadcast in a group of two ranks, as `broadcast`, of which neither waits for both.
 
-    With TORCH_DISTRIBUTED_DEBUG=DETAIL torch's groups compare ranks when a call begins, and wait
-    for all of them.
+    Groups that torch has made with TORCH_DISTRIBUTED_DEBUG=DETAIL compare ranks when a call begins,
+    and wait for all of them.
     """
-    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
-        group = group._get_backend(x.device)
-        group = getattr(group, "wrapped_pg", group)
+    backend = group._get_backend(x.device)
+    group = getattr(backend, "wrapped_pg", group)
     return broadcast(x, src, group=group, async_op=async_op)
 
 

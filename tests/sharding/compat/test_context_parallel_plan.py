@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -169,16 +173,96 @@ def test_rows_of_a_batch_in_orders_of_their_own(mesh: sm.DeviceMesh) -> None:
     assert part.tolist() == whole.chunk(2, 1)[mesh.get_local_rank()].tolist()
 
 
+class _Interrupted(nn.Module):
+    def forward(self, q: Tensor) -> Tensor:
+        raise KeyboardInterrupt
+
+
 @every_rank(2)
 def test_a_module_that_raises_leaves_the_block(mesh: sm.DeviceMesh) -> None:
-    inner = parallelize_module(Inner(), mesh, _ContextParallel(2, SDPA))
     q = torch.randn(1, 1, 4, 2)
-    with pytest.raises(ValueError, match="the same heads and positions"):
-        inner(q, q, torch.randn(1, 1, 3, 3))
+    _context_parallel_shard(mesh, [q], [2], _HeadTailLoadBalancer(4, 2, "cpu"))
+    with pytest.raises(KeyboardInterrupt):
+        parallelize_module(_Interrupted(), mesh, _ContextParallel(2, SDPA))(q)
     x = sm.distribute_tensor(q, mesh, [Shard(2)])
     expected = F.scaled_dot_product_attention(q, q, q, is_causal=True)
     result = F.scaled_dot_product_attention(x, x, x, is_causal=True)  # in no block: in order
     torch.testing.assert_close(result.full_tensor(), expected)
+
+
+def of_order(mesh: sm.DeviceMesh, balancer: Any, *buffers: Tensor) -> list[Tensor]:
+    return _context_parallel_shard(mesh, buffers, [2] * len(buffers), balancer)
+
+
+@every_rank(2)
+def test_recomputation_has_the_order_of_its_forward(mesh: sm.DeviceMesh) -> None:
+    torch.manual_seed(0)
+    inner = parallelize_module(Inner(), mesh, _ContextParallel(2, SDPA))
+    whole = torch.randn(1, 1, 8, 2, dtype=torch.float64).requires_grad_()
+    F.scaled_dot_product_attention(whole, whole, whole, is_causal=True).sum().backward()
+    balancer = _HeadTailLoadBalancer(8, 2, "cpu")
+    part, expected = of_order(mesh, balancer, whole.detach(), whole.grad)
+    part.requires_grad_()
+    y = checkpoint(inner, part, part, part, use_reentrant=False)
+    of_order(mesh, None, whole.detach())  # such as for an evaluation between
+    y.sum().backward()
+    torch.testing.assert_close(part.grad, expected, rtol=1e-12, atol=1e-12)
+
+
+@every_rank(2)
+def test_orders_are_no_part_of_a_graph(mesh: sm.DeviceMesh) -> None:
+    torch.manual_seed(0)
+    inner = parallelize_module(Inner(), mesh, _ContextParallel(2, SDPA))
+    jitted = sm.jit(lambda q: inner(q, q, q), backend="eager")
+    q = torch.randn(1, 1, 8, 2)
+    y = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    for balancer in (None, None, _HeadTailLoadBalancer(8, 2, "cpu"), None):
+        part, expected = of_order(mesh, balancer, q, y)
+        torch.testing.assert_close(jitted(part), expected)
+
+
+@every_rank(2)
+def test_copies_of_a_module(mesh: sm.DeviceMesh) -> None:
+    torch.manual_seed(0)
+    inner = nn.Sequential(parallelize_module(One(), mesh, _ContextParallel(2, SDPA)))
+    (part,) = of_order(mesh, None, torch.randn(1, 1, 4, 2))
+    expected = inner(part)
+    for other in (copy.deepcopy(inner), pickle.loads(pickle.dumps(inner))):
+        assert torch.equal(other(part), expected)
+        inner[0].scale.data.mul_(2)
+        assert torch.equal(other(part), expected)
+        inner[0].scale.data.div_(2)
+
+
+class One(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True) * self.scale.item()
+
+
+class _OtherOrder:
+    def _generate_indices(self, restore: bool = False) -> Tensor:
+        return torch.arange(7, -1, -1)[None]
+
+
+@every_rank(2)
+def test_orders_that_are_not_known(mesh: sm.DeviceMesh) -> None:
+    inner = parallelize_module(Inner(), mesh, _ContextParallel(2, SDPA))
+    x = torch.randn(1, 1, 8, 2)
+    with pytest.raises(ValueError, match="not known; split them by _context_parallel_shard"):
+        inner(x, x, x)
+    for balancer in (_OtherOrder(), _HeadTailLoadBalancer(8, 4, "cpu")):
+        (part,) = of_order(mesh, balancer, x)
+        with pytest.raises(ValueError, match="a load balancer that is no _HeadTailLoadBalancer"):
+            inner(part, part, part)
+    with pytest.raises(ValueError, match="a load balancer of 16 positions for a buffer of 8"):
+        of_order(mesh, _HeadTailLoadBalancer(16, 2, "cpu"), x)
+    flex = parallelize_module(Inner(), mesh, _ContextParallel(2, FLEX))
+    with pytest.raises(ValueError, match="got 0 by position and q, k, v"):
+        flex(q=x, k=x, v=x)
 
 
 @every_rank(2)
