@@ -188,13 +188,13 @@ def _part_of_mask(mesh: DeviceMesh, mask: BlockMask, order: Tensor | None) -> Bl
     start, stop = _bounds(mesh, queries)
     whole = mask.mask_mod
 
-    def position(batch: Tensor, place: Tensor) -> Tensor:
-        if order is None:
-            return place
-        return order[0][place] if len(order) == 1 else order[batch, place]
-
+    @torch._dynamo.dont_skip_tracing  # flex attention traces it, and the library's code is skipped
     def of_part(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return whole(batch, head, position(batch, query + start), position(batch, key))
+        query = query + start
+        if order is not None:
+            row = 0 if len(order) == 1 else batch
+            query, key = order[row, query], order[row, key]
+        return whole(batch, head, query, key)
 
     batches, heads = mask.kv_num_blocks.shape[:2]
     return create_block_mask(
