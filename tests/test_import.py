@@ -213,7 +213,7 @@ def test_unused_modules_are_not_loaded(imported):
     ]
     unused += [f"shardmesh.{name}" for name in NAMESPACES]
     assert [m for m in loaded if m.startswith(tuple(unused))] == []
-    assert len(loaded) < 296
+    assert len(loaded) < 295
 
 
 def test_names_that_are_elsewhere(imported):

@@ -44,7 +44,6 @@ from ..monitor.recording.job_directory import may_span_hosts
 from ..monitor.startup.rank_info import RankInfo, machine, own_rank_info
 from ..monitor.store_keys import StoreKeys
 from ..processes.process import ProcessWorld, default_store, process_world
-from ..processes.torch_groups.gloo_groups import noting_sockets, shut_down
 from ..settings import monotonic_ns, settings
 from ..text import ranks_text
 from . import joining, protocol
@@ -149,9 +148,6 @@ class Membership:
         self.is_finished = False
         self._monitor = monitor
         self._suspended: list[Monitor] = []
-        # torch's groups of earlier epochs: those that are left, and those that are shut down
-        self._left_groups: list[Any] = []
-        self._closed_groups: list[Any] = []
         self._worlds_before: list[World] = []
         self._missing_parts, self.min_ranks = missing_parts, min_ranks
         self._job = f"{world.job}/{_jobs[world.job]}" if entry is None else entry.job
@@ -292,17 +288,6 @@ class Membership:
             world.end()
         self._suspended, self._worlds_before = [], []
         self._joining = {}
-        self._free_groups()
-
-    def _free_groups(self) -> None:
-        """Shut down the groups of earlier epochs, and free those that were shut down before.
-
-        All members have left them. Between the two their threads notice that, and release tensors.
-        """
-        while self._closed_groups:
-            timeouts.free_group(self._closed_groups.pop())
-        self._closed_groups = [group for group in self._left_groups if shut_down(group)]
-        self._left_groups = []
 
     def _barrier(self) -> None:
         if torch.cuda.is_initialized():  # what is voted for must have arrived, not be queued
@@ -660,9 +645,9 @@ class Membership:
     def regroup(self) -> ProcessWorld:
         """Return the world of the members of this epoch, with process groups and a monitor.
 
-        The groups of the epoch before are left alone until all have confirmed: destroying one of
-        gloo would wait for ranks that have ended. The variables RANK, WORLD_SIZE and
-        LOCAL_WORLD_SIZE are those of this epoch from here on.
+        The groups of the epoch before are left alone: destroying one of gloo would wait for ranks
+        that have ended. The variables RANK, WORLD_SIZE and LOCAL_WORLD_SIZE are those of this epoch
+        from here on.
 
         Raises:
             RuntimeError: a member has ended meanwhile.
@@ -675,7 +660,6 @@ class Membership:
         self._wait_for_members()
         self._worlds_before.append(self.world)
         if dist.is_initialized():
-            self._left_groups += timeouts.torch_groups()
             abandon_groups()
         on_this_host = [other for other in members if self._infos[other].machine == machine()]
         os.environ.update(
@@ -684,14 +668,13 @@ class Membership:
         connection = self._connection_to(member.host)
         store = connection.clone(self._is_lost(member.host))
         store.set_timeout(default_pg_timeout)
-        with noting_sockets():
-            dist.init_process_group(
-                self._backend,
-                store=PrefixStore(f"{self._prefix}/epoch{member.epoch}", store),
-                rank=rank,
-                world_size=len(members),
-                timeout=timeouts.connect_timeout(_START_S),
-            )
+        dist.init_process_group(
+            self._backend,
+            store=PrefixStore(f"{self._prefix}/epoch{member.epoch}", store),
+            rank=rank,
+            world_size=len(members),
+            timeout=timeouts.connect_timeout(_START_S),
+        )
         timeouts.manage(dist.group.WORLD, is_own=False)
         self.world, self._world_members = process_world(), members
         # not by the environment, in which a rank knows of its own host alone

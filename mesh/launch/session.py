@@ -260,8 +260,8 @@ def abandon_groups() -> None:
     """End the default group and all others without waiting for their collectives.
 
     Destroying a gloo group waits for its threads, which wait for ranks that may never answer. So
-    gloo's groups are kept until the process exits, or until `gloo_groups` has shut them down; they
-    cost a few sleeping threads. Other backends can abort their collectives.
+    gloo's groups are kept until the process exits; they cost a few sleeping threads. Other backends
+    can abort their collectives.
     """
     keep_groups()
     if "nccl" in dist.get_backend_config():

@@ -144,13 +144,6 @@ def keep_groups() -> None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(handle))
 
 
-def free_group(handle: Any) -> None:
-    """Let a group be destroyed, though it was kept from that: nothing waits in it any more."""
-    if id(handle) in _never_destroyed:
-        _never_destroyed.discard(id(handle))
-        ctypes.pythonapi.Py_DecRef(ctypes.py_object(handle))
-
-
 class Communicators:
     """Abort the communicators of accelerators when the job has failed.
 

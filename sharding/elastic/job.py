@@ -283,10 +283,10 @@ class ElasticJob:
             self.state = self._loaded(self.mesh, like, newest)["state"]
             self.first_step = newest
             self._members.member = protocol.begin_at(self._members.member, newest)
-        self._start()
-        version = Snapshot({"state": self.state, "random": RandomState()})
-        self._keep_copies(self._first_copies(version, self.mesh))
-        self._begin_epoch()
+        with self._starting():
+            version = Snapshot({"state": self.state, "random": RandomState()})
+            self._keep_copies(self._first_copies(version, self.mesh))
+            self._begin_epoch()
 
     def _first_state(self, mesh: DeviceMesh) -> tuple[Any, Write]:
         """Return the state from scratch, and how its optimizers write.
@@ -320,18 +320,27 @@ class ElasticJob:
         self._member_ranks = entry.welcome.decision.decision.source.members
         self._members.verdict = f"rank {self.rank} joined"
         self._interrupted_at = time.monotonic()
-        self._start()
-        self._go_on(None)
-        if self.is_finished:
-            raise LaunchEnvironmentError(
-                "the job has taken its last step before this process had its state"
-            )
+        with self._starting():
+            self._go_on(None)
+            if self.is_finished:
+                raise LaunchEnvironmentError(
+                    "the job has taken its last step before this process had its state"
+                )
 
-    def _start(self) -> None:
-        """Let losses interrupt attempts alone, and SIGTERM be a notice, until `close`."""
+    @contextmanager
+    def _starting(self) -> Iterator[None]:
+        """Let losses interrupt attempts alone, and SIGTERM be a notice, until `close`.
+
+        An error in the block closes the job, since its caller has none to close.
+        """
         self._members.world.observers.append(self._refuse_in_write)
         termination.set_interruptible(False)
-        self._stack.enter_context(preemption.listening())
+        try:
+            self._stack.enter_context(preemption.listening())
+            yield
+        except BaseException:
+            self.close()
+            raise
 
     def _mesh_of(self, size: int) -> DeviceMesh:
         """Return the mesh for a world of this size, and log which ranks are left out."""

@@ -16,8 +16,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from .gloo_groups import noting_sockets
-
 # by job, so that a failure in one does not affect the next
 _times_made: Counter[tuple[str, tuple[int, ...]]] = Counter()
 _lock = threading.Lock()
@@ -48,7 +46,7 @@ def new_group(
         options = _options(backends or dist.get_backend_config(), timeout)
     else:
         timeout = options._timeout
-    with _lock, _names_from_ranks(job), _no_bound_device(), noting_sockets():
+    with _lock, _names_from_ranks(job), _no_bound_device():
         group: dist.ProcessGroup = dist.new_group(  # type: ignore[assignment]
             list(ranks),
             backend=backends,

@@ -629,7 +629,10 @@ class Model:
             after = self.write_report(replaced(world, rank, heard), rank)
             yield f"{rank} hears that {set(gone)} have left", after
             return
-        if process.is_new and last is not None and protocol.is_left_out(member, last):
+        if last is not None and protocol.is_left_out(member, last):
+            # one that leaves: others have met it before a death, and it has not
+            if not process.is_new and not process.is_told_to_go:
+                raise Violation(f"rank {rank} lives, and would end since it is not in {last}")
             if last.epoch > member.epoch or self.mutation != "waits when left out":
                 yield f"{rank} hears that others go on without it", self.end(world, rank)
             return
@@ -664,8 +667,6 @@ class Model:
 
     def adopt(self, world: World, rank: int, decision: Decision) -> World:
         process = world.processes[rank]
-        if rank not in decision.members and process.is_told_to_go:
-            return self.end(world, rank)  # others have met it before a death, and it has not
         self.check_decision(world, rank, decision)
         if decision.lost or not self.have_copies(world, decision):
             return replaced(world, rank, process._replace(is_stopped=True))

@@ -53,7 +53,6 @@ def member_of(rank: int, members: tuple[int, ...], address: StoreAddress) -> Mem
     one._presence = Presence(rank, one._infos, one._addresses)
     one._missing_parts = lambda *_: ()
     one._monitor, one._suspended, one._worlds_before = None, [], []
-    one._left_groups, one._closed_groups = [], []
     one._failure, one._told = None, None
     one._failed, one._failed_ranks = Counter(), Counter()
     one._own_token, one._candidates, one._joining, one._taken = "0" * 16, {}, {}, set()

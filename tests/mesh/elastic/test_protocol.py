@@ -96,6 +96,13 @@ def test_a_process_that_joins_must_hear_that_others_go_on_without_it():
         explore(Model(1, 3, deaths=2, joiners=1, mutation="waits when left out"))
 
 
+def test_a_member_that_takes_itself_for_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    """It reads the decision of its own epoch when it is interrupted again."""
+    monkeypatch.setattr(protocol, "is_left_out", lambda one, read: read.epoch == one.epoch)
+    with pytest.raises(Violation, match="lives, and would end"):
+        explore(Model(1, 2, deaths=0, failures=2))
+
+
 def test_a_rank_that_leaves_must_hear_that_others_have_met():
     """Or it waits for them for ever: they have met before a death of which it hears first."""
     with pytest.raises(Violation, match="deadlock: rank 0 waits"):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +15,9 @@ import shardmesh as sm
 from shardmesh.mesh.elastic import protocol
 from shardmesh.mesh.elastic.membership import LeftOutError
 from shardmesh.mesh.elastic.protocol import Copy, Decision
+from shardmesh.mesh.errors import LaunchEnvironmentError
+from shardmesh.mesh.monitor import termination
+from shardmesh.sharding.elastic import job as job_module
 from shardmesh.sharding.elastic.job import (
     ElasticJob,
     _CopiedVersion,
@@ -96,6 +102,65 @@ def test_a_rank_that_is_told_to_go_may_hear_that_others_have_gone_on(
     job._go_on(RuntimeError("rank 1 died"))
     assert job.has_left
     assert members.asked[-1] == "leave"
+
+
+@contextmanager
+def leaving_nothing(members: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Assert that a job which does not begin in the block has taken back what it had set."""
+    members.size, members.world = 2, SimpleNamespace(observers=[])
+    monkeypatch.setattr(job_module, "Membership", lambda *_: members)
+    monkeypatch.setattr(job_module, "current_world", lambda: members.world)
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    assert members.asked[-1] == "close"
+    assert members.world.observers == []
+    assert termination.is_interruptible()
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+@pytest.mark.parametrize(
+    ("agree", "error", "match"),
+    [
+        (lambda: None, LaunchEnvironmentError, "has taken its last step before"),
+        (Members(agree=LeftOutError("others go on")).agree, LeftOutError, "others go on"),
+    ],
+    ids=["finished", "left out"],
+)
+def test_a_process_that_cannot_join_closes_its_job(
+    agree: Any, error: type[Exception], match: str, monkeypatch: pytest.MonkeyPatch
+):
+    members: Any = Members()
+    members.agree = agree
+    decision = Decision(1, (0, 1), members.member.current, (0, 1), ())
+    welcome = SimpleNamespace(decision=SimpleNamespace(decision=decision))
+    monkeypatch.setattr(job_module, "is_joining", lambda: True)
+    monkeypatch.setattr(job_module, "enter", lambda: SimpleNamespace(welcome=welcome))
+
+    def dies(job: ElasticJob) -> None:
+        assert not termination.is_interruptible()
+        raise RuntimeError("rank 1 died")
+
+    monkeypatch.setattr(ElasticJob, "_rebuild", dies)
+    with leaving_nothing(members, monkeypatch), pytest.raises(error, match=match):
+        ElasticJob(lambda _: {}, make_mesh=lambda _: None)  # type: ignore[arg-type, return-value]
+
+
+def test_a_job_whose_first_copies_fail_is_closed(monkeypatch: pytest.MonkeyPatch):
+    members: Any = Members()
+    mesh = SimpleNamespace(coordinate=(0,))
+    monkeypatch.setattr(ElasticJob, "_mesh_of", lambda *_: mesh)
+    monkeypatch.setattr(ElasticJob, "_first_state", lambda *_: ({}, protocol.Write.LOCAL))
+
+    def dies(job: ElasticJob, *_: Any) -> None:
+        assert not termination.is_interruptible()
+        raise RuntimeError("rank 1 died")
+
+    monkeypatch.setattr(ElasticJob, "_first_copies", dies)
+    with (
+        leaving_nothing(members, monkeypatch),
+        pytest.raises(RuntimeError, match="rank 1 died"),
+    ):
+        ElasticJob(lambda _: {}, make_mesh=lambda _: None)  # type: ignore[arg-type, return-value]
 
 
 def holding(
