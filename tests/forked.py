@@ -272,13 +272,27 @@ def serve() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for line in sys.stdin:
         job = Job(**json.loads(line))
-        with contextlib.suppress(Exception):  # raised again on the ranks
-            importlib.import_module(job.module)
+        _import(job.module)
         gc.freeze()  # or the exit of each rank takes 0.5 s to collect what was imported
         if os.fork() == 0:
             _end_with_parent()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             return _supervise(job)
+
+
+def _import(module: str) -> None:
+    """Import the module of a program; an error is raised again on the ranks."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # it may wait for processes of its own
+    try:
+        importlib.import_module(module)
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # also that of `pytest.skip`
+        pass
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    with contextlib.suppress(ChildProcessError):  # supervisors that have ended meanwhile
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 def _supervise(job: Job) -> None:

@@ -1,8 +1,10 @@
 """A pool of worker processes for tests: `pool(fn, *args) -> [fn(*args) on rank 0, 1, ...]`.
 
 Importing torch takes seconds, so one process imports it and forks the workers, which live as long
-as the test session. They share one gloo default group, in the environment of a launched rank. `fn`
-must be a top-level function of a test module.
+as the test session. The last rank of a pool is spawned: it has another hash seed and other
+addresses than the forked ones, which have these in common, so that a program whose collectives
+follow the order of a set does not pass. Ranks share one gloo default group, in the environment of a
+launched rank. `fn` must be a top-level function of a test module.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import importlib
 import multiprocessing as mp
 import os
 import pickle
@@ -45,6 +48,7 @@ CALL_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 100.0
 _ATTEMPTS = 3  # to connect to the other ranks
 _SETTLE_S = 3.0  # time limit of the other ranks after one rank failed
+_IMPORTS = ("torch._dynamo",)  # of a worker before its first call, as they take seconds
 
 
 def fork_context(*modules: str) -> ForkServerContext:
@@ -59,6 +63,18 @@ def fork_context(*modules: str) -> ForkServerContext:
         patch.setenv("OMP_NUM_THREADS", "1")
         forkserver.ensure_running()
     return context
+
+
+def let_server_end() -> None:
+    """Close a forked process's copy of the pipe by which its server sees the test process end.
+
+    The server reads the end of that pipe when no process has it, and its workers end with it. With
+    a copy in each of them neither would end after a SIGKILL of the test process.
+    """
+    server = forkserver._forkserver  # type: ignore[attr-defined]
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = None
 
 
 class WorkerError(RuntimeError):
@@ -145,9 +161,8 @@ class Pool:
         assert self.store
         assert self.folder
         is_on_cpu = self.device == "cpu"
-        context: Any = (
-            fork_context(__name__, "torch._dynamo") if is_on_cpu else mp.get_context("spawn")
-        )
+        is_forked = is_on_cpu and rank < self.size - 1
+        context: Any = fork_context(__name__, *_IMPORTS) if is_forked else mp.get_context("spawn")
         own_pipe, worker_pipe = context.Pipe()
         stacks = Path(self.folder.name) / str(rank)
         environment = self.environment | {
@@ -157,9 +172,11 @@ class Pool:
             device.VARIABLE: self.device,
             "OMP_NUM_THREADS": "1",
         }
+        if is_on_cpu:
+            environment["TRITON_INTERPRET"] = "1"  # as of the server
         process = context.Process(
             target=_serve,
-            args=(environment, worker_pipe, str(stacks)),
+            args=(dict(os.environ) | environment, worker_pipe, str(stacks)),
             name=f"pool{self.size}-{rank}",
         )
         with _spawning(environment):
@@ -243,9 +260,17 @@ def _raise_first(replies: list[Reply]) -> None:
 
 
 def _serve(environment: dict[str, str], pipe: Connection, stacks: str) -> None:
-    """Run a worker: reply once when ready, then once per call."""
-    end_with_parent(os.getppid())  # the fork server, which ends with the test process
+    """Run a worker: reply once when ready, then once per call.
+
+    Args:
+        environment: all of it; a forked worker has that of the server, which is older.
+    """
+    let_server_end()
+    end_with_parent(os.getppid())  # the fork server, which ends with the test process; or that
+    for module in _IMPORTS:
+        importlib.import_module(module)
     gc.freeze()  # what was imported: a collection would copy the memory of the server
+    os.environ.clear()
     set_environment(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=True)  # noqa: SIM115 - stays open

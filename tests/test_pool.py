@@ -1,7 +1,9 @@
 """The worker pool used by the other tests."""
 
+import contextlib
 import os
 import signal
+from multiprocessing import forkserver
 
 import pytest
 import torch
@@ -51,6 +53,19 @@ def unpicklable() -> None:
     raise Local("bad")
 
 
+def open_files() -> list[int]:
+    """Return the inodes of this process's open files."""
+    inodes = []
+    for number in range(1024):
+        with contextlib.suppress(OSError):
+            inodes.append(os.fstat(number).st_ino)
+    return inodes
+
+
+def own_variable_and_folder() -> tuple[str | None, str]:
+    return os.environ.get("POOL_TEST"), os.getcwd()
+
+
 def pids(pool: Pool) -> list[int]:
     return pool(os.getpid)
 
@@ -68,6 +83,20 @@ def test_results_are_ordered_by_rank(world4):
     assert world4(os.getenv, "OMP_NUM_THREADS") == ["1"] * 4
     assert world4(os.getenv, "LOCAL_RANK") == ["0", "1", "2", "3"]
     assert world4(torch.get_num_threads) == [1] * 4
+
+
+def test_ranks_have_several_hash_seeds(world4):
+    """So that ranks which follow the order of a set do not agree by chance."""
+    assert len(set(world4(hash, "a"))) > 1
+
+
+def test_the_fork_server_ends_with_the_tests(world4):
+    """No worker has a copy of the pipe whose end it reads when the test process has ended."""
+    world4(os.getpid)
+    if world4.device != "cpu":
+        pytest.skip("workers that use CUDA are not forked")
+    alive = os.fstat(forkserver._forkserver._forkserver_alive_fd).st_ino
+    assert not any(alive in files for files in world4(open_files))
 
 
 def test_workers_are_reused(world4):
@@ -99,10 +128,13 @@ def test_an_error_on_one_rank_restarts_the_pool(pool):
     assert pool(total, 0.0) == [(0, 1.0), (1, 1.0)]
 
 
-def test_a_killed_rank_is_named(pool):
+def test_a_killed_rank_is_named(pool, monkeypatch, tmp_path):
     with pytest.raises(WorkerError, match=r"rank 1 of 2 died \(exit code -9\)"):
         pool(kill_on, 1)
+    monkeypatch.setenv("POOL_TEST", "1")  # what the new workers have
+    monkeypatch.chdir(tmp_path)
     assert pool(total, 0.0) == [(0, 1.0), (1, 1.0)]
+    assert pool(own_variable_and_folder) == [("1", str(tmp_path))] * 2
 
 
 def test_a_hang_shows_where(pool):

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ...mesh.comm.current_world import current_world
 from ...mesh.text import shortened
+from .agreement import CheckpointError
 from .load import load
 from .safetensors import mapped_tensors, save_safetensors
 from .save import save
@@ -101,9 +102,11 @@ def convert(
 ) -> Conversion:
     """convert(source, target, to) -> what was written: the values of `source` in another format.
 
-    In one process, which needs no mesh and no model. The target is written beside, under a name
-    that ends in `.unfinished`, and renamed when it is complete. Weights of safetensors files are
-    mapped into memory as they are written; tensors of checkpoints are all in host memory meanwhile.
+    In one process, which needs no mesh and no model. Safetensors files and folders of
+    torch.distributed.checkpoint are written under a name that ends in `.unfinished`, beside the
+    target or, if it exists, inside it, and moved when they are complete; a process that is killed
+    leaves that folder. Weights of safetensors files are mapped into memory as they are written;
+    tensors of checkpoints are all in host memory meanwhile.
     Of values that each rank has saved apart (`PerRank`), those of rank 0 are written.
 
     Args:
@@ -201,18 +204,39 @@ def run_conversion(
 
 @contextlib.contextmanager
 def _unfinished(target: Path) -> Iterator[Path]:
-    """Give a new folder beside `target`, which becomes it at the end; an error removes it."""
+    """Give a new folder, which becomes `target` at the end; an error removes it.
+
+    It is inside of a target that exists, whose place may be a mount point, the current folder, or
+    in a folder that is not writable; then its files are moved, those that name others last.
+    """
+    is_inside = target.exists()
     target.parent.mkdir(parents=True, exist_ok=True)
-    folder = temporary_path(target)
+    folder = temporary_path(target / "convert" if is_inside else target)
     folder.mkdir()
+    moved: list[Path] = []
     try:
         yield folder
         sync_folder(folder)
-        os.rename(folder, target)  # which does not exist, or is empty
-    except BaseException:
+        if is_inside:
+            for path in sorted(folder.iterdir(), key=lambda path: (_names_others(path), path)):
+                moved.append(target / path.name)
+                os.rename(path, moved[-1])
+            folder.rmdir()
+        else:
+            os.rename(folder, target)
+    except BaseException as error:
+        for path in moved:
+            path.unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, CheckpointError):  # names a file, of a folder that is not there now
+            raise CheckpointError(str(error).replace(str(folder), str(target))) from error
         raise
-    sync_folder(target.parent)
+    sync_folder(target if is_inside else target.parent)
+
+
+def _names_others(path: Path) -> bool:
+    """Return whether readers find the other files by this one."""
+    return path.name == METADATA or path.name.endswith(".index.json")
 
 
 def _save_dcp(tree: Any, folder: Path) -> None:
@@ -278,4 +302,7 @@ def _copy_config(config: str | os.PathLike[str] | None, target: Path) -> None:
     if config is not None:
         for path in sorted(Path(config).iterdir()):
             if path.is_file() and not path.name.endswith(_WEIGHTS):
-                shutil.copyfile(path, target / path.name)
+                with open(path, "rb") as source, open(target / path.name, "wb") as copy:
+                    shutil.copyfileobj(source, copy)
+                    copy.flush()
+                    os.fsync(copy.fileno())

@@ -232,4 +232,6 @@ def _why_no_experts(form: Form, model: Description) -> str | None:
         return f"ep={form.ep} zero={form.zero}: experts are split with zero=3"
     if form.recompute == "selective":
         return f"ep={form.ep}: selective recomputation does not take the exchange of rows"
+    if any(kind.experts and not kind.dispatched for kind in model.costs(1).kinds):
+        return f"ep={form.ep}: experts are called by keyword, and rows are counted by position"
     return None

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from shardmesh.kernels.symmetric import MAX_PROGRAMS, PAD_BYTES, Peers, SymmetricMemoryError
-from tests.pool import fork_context
+from tests.pool import fork_context, let_server_end
 
 MAX_RANKS = 8  # per group
 LIMIT_S = 100.0  # far more than a call takes, even on a busy machine
@@ -145,6 +145,7 @@ class SharedMemoryRanks:
 
 
 def _serve(pipe: Connection, rank: int) -> None:
+    let_server_end()
     torch.set_num_threads(1)
     speed_up_interpreter()
     sleep_after_polls()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import shardmesh as sm
 from shardmesh import P
 from shardmesh.__main__ import main
 from shardmesh.sharding.checkpoint import convert as convert_module
+from shardmesh.sharding.checkpoint.agreement import CheckpointError
 from shardmesh.sharding.checkpoint.convert import FORMATS, convert, format_of, run_conversion
 
 WEIGHTS = {
@@ -168,29 +170,89 @@ def test_ctrl_c_ends_the_command_in_one_line(tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "target").exists()
 
 
+@pytest.mark.parametrize("exists", [True, False])
 @pytest.mark.parametrize(("to", "last"), [("dcp", "_save_dcp"), ("safetensors", "_copy_config")])
 @pytest.mark.filterwarnings("ignore:torch.distributed")
-def test_an_interrupted_conversion_leaves_nothing(to, last, tmp_path, monkeypatch):
-    """Not even when all files were written: until the folder has its name, it is no checkpoint."""
+def test_an_interrupted_conversion_leaves_nothing(to, last, exists, tmp_path, monkeypatch):
+    """Not even when all files were written: until the folder has its name, it is no checkpoint.
+
+    It is beside the target, or in an empty folder that is there.
+    """
     source = write(tmp_path / "source", "checkpoint")
     target = tmp_path / "to" / "target"
-    target.mkdir(parents=True)  # an empty folder may be there
+    place = target if exists else target.parent
+    place.mkdir(parents=True)
     write_last = getattr(convert_module, last)
     during: list[list[str]] = []
 
     def interrupted(*args: Any) -> None:
         write_last(*args)
-        during.append(sorted(path.name for path in target.parent.iterdir()))
+        during.append([path.name for path in place.iterdir()])
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(convert_module, last, interrupted)
         with pytest.raises(KeyboardInterrupt):
             convert(source, target, to)
-    (own, unfinished), *_ = during
-    assert (own, unfinished.startswith("target.")) == ("target", True)
+    (unfinished,) = during[0]
+    assert unfinished.startswith("convert." if exists else "target.")
     assert unfinished.endswith(".unfinished")
-    assert list(target.parent.iterdir()) == [target]
-    assert list(target.iterdir()) == []
+    assert list(place.iterdir()) == []
     convert(source, target, to)
     assert format_of(target) == to
+
+
+@pytest.mark.parametrize("to", ["dcp", "safetensors"])
+@pytest.mark.filterwarnings("ignore:torch.distributed")
+def test_the_current_folder_as_target(to, tmp_path, monkeypatch):
+    """It stays the same folder; files that name others are the last ones there."""
+    source = write(tmp_path / "source", "checkpoint")
+    target = tmp_path / "target"
+    target.mkdir()
+    monkeypatch.chdir(target)
+    moved: list[str] = []
+    rename = os.rename
+
+    def noted(old: Any, new: Any) -> None:
+        if Path(new).parent == target:
+            moved.append(Path(new).name)
+        rename(old, new)
+
+    monkeypatch.setattr(convert_module.os, "rename", noted)
+    convert(source, ".", to, max_shard_size=40)
+    assert sorted(os.listdir(".")) == sorted(moved)
+    assert len(moved) > 1
+    assert moved[-1] == (".metadata" if to == "dcp" else "model.safetensors.index.json")
+    assert read(target, to).keys() == WEIGHTS.keys()
+
+
+def test_an_error_of_the_last_step_leaves_nothing(tmp_path, monkeypatch):
+    """The files that were moved into the target are removed, too."""
+    source = write(tmp_path / "source", "checkpoint")
+    (tmp_path / "target").mkdir()
+    rename = os.rename
+
+    def failing(old: Any, new: Any) -> None:
+        if Path(new) == tmp_path / "target" / "model.safetensors.index.json":
+            raise OSError(28, "No space left on device")
+        rename(old, new)
+
+    monkeypatch.setattr(convert_module.os, "rename", failing)
+    with pytest.raises(OSError, match="No space left"):
+        convert(source, tmp_path / "target", "safetensors", max_shard_size=40)
+    assert list((tmp_path / "target").iterdir()) == []
+
+
+def test_an_error_names_the_target(tmp_path, monkeypatch):
+    """Not the folder that was removed."""
+    source = write(tmp_path / "source", "checkpoint")
+    file = tmp_path / "target" / "model.safetensors"
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(CheckpointError, match="No space left") as caught:
+            convert(source, tmp_path / "target", "safetensors")
+    assert str(caught.value).startswith(f"{file} could not be written")

@@ -50,7 +50,7 @@ COMMON: dict[str, Any] = {
     "max_position_embeddings": 64,
     "num_experts_per_tok": CHOICES,
 }
-BYTES, MEMORY = 0.02, 0.01
+BYTES, MEMORY = 0.005, 0.001
 
 
 def config_of(name: str, **options: Any) -> Any:
@@ -155,6 +155,28 @@ def test_the_busiest_rank_decides():
 )
 def test_forms_that_a_mixture_does_not_take(form, message):
     assert why_not(form, described()) == message
+
+
+def test_experts_that_are_called_by_keyword():
+    """Rows that travel are not counted, so that ep would be free."""
+    model = model_of(config_of("mixtral"))
+    for layer in model.model.layers:
+        layer.mlp.experts = ByKeyword(layer.mlp.experts)
+    described = Description(model, tiny.ids(), imbalance=1)
+    assert described.experts == EXPERTS
+    message = "ep=2: experts are called by keyword, and rows are counted by position"
+    assert why_not(Form(ep=2, rows=4), described) == message
+
+
+class ByKeyword(torch.nn.Module):
+    """Calls experts with names of arguments."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> Any:
+        return self.inner(hidden_states=rows, top_k_index=chosen, top_k_weights=weights)
 
 
 def test_a_model_without_experts():
@@ -304,6 +326,8 @@ def test_bytes_and_memory_of_the_program(form, folder):
     memory = memory_of(form, model, 0)
     peak, report = measured(form, folder)
     assert sum(time.moved.values()) == pytest.approx(report.bytes_received, rel=BYTES)
+    if form.fsdp > 1:  # rows of experts alone travel over the axis
+        assert time.moved["ep"] == report.by_axis["ep"][1]
     assert memory.total == pytest.approx(peak, rel=MEMORY)
     scalars = form.microbatches + 1  # losses, and the norm of gradients
     launches = sum(n for axis, (n, _) in report.by_axis.items() if axis != "dp")
