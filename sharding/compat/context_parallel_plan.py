@@ -188,7 +188,6 @@ def _part_of_mask(mesh: DeviceMesh, mask: BlockMask, order: Tensor | None) -> Bl
     start, stop = _bounds(mesh, queries)
     whole = mask.mask_mod
 
-    @torch._dynamo.dont_skip_tracing  # flex attention traces it, and the library's code is skipped
     def of_part(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         query = query + start
         if order is not None:
@@ -256,20 +255,19 @@ class _ContextParallel(ParallelStyle):
                 'mesh["cp"]'
             )
         if self.attention_type is type(self).AttentionType.FLEX:
-            gather = _GatherKeys(mesh, self.seq_dim)
-            module.register_forward_pre_hook(gather, with_kwargs=True)
+            module.forward = _GatherKeys(mesh, self.seq_dim, module.forward)
             return module
         module.forward = _SplitSequences(mesh, self.seq_dim, module.forward)
         return module
 
 
 class _GatherKeys:
-    """A hook before flex attention: the module sees the keys and values of all ranks."""
+    """The forward of a module that calls flex attention, which sees the keys of all ranks."""
 
-    def __init__(self, mesh: DeviceMesh, dim: int) -> None:
-        self.mesh, self.dim = mesh, dim
+    def __init__(self, mesh: DeviceMesh, dim: int, forward: Callable[..., Any]) -> None:
+        self.mesh, self.dim, self.forward = mesh, dim, forward
 
-    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if len(args[1:3]) + sum(name in kwargs for name in ("key", "value")) != 2:
             raise ValueError(
                 "_ContextParallel(FLEX): pass queries, keys and values by position, or keys and "
@@ -279,7 +277,9 @@ class _GatherKeys:
         named = {
             name: self._whole(x) if name in ("key", "value") else x for name, x in kwargs.items()
         }
-        return args, named
+        # the function of a mask's part, in this file, is part of what flex attention compiles
+        with torch._dynamo.config.patch(dont_skip_tracing=True):
+            return self.forward(*args, **named)
 
     def _whole(self, part: Tensor) -> Tensor:
         x = from_part(part, self.mesh, self.dim, [part.shape[self.dim]] * self.mesh.size())

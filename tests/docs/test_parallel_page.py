@@ -353,8 +353,39 @@ def test_program_with_metrics():
     _ranks(2, program)
 
 
+def test_program_with_experts_of_transformers():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=4,
+    )
+
+    def model_of():
+        torch.manual_seed(0)
+        return transformers.MixtralForCausalLM(config).to(DEVICE).eval()
+
+    tokens = torch.arange(24, device=DEVICE).view(4, 6)
+    expected = model_of()(tokens).logits
+
+    def program():
+        mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("ep",))
+        model = model_of()
+        _run(
+            "ALL_EXPERTS_FUNCTIONS.register", NAMES | {"F": F, "P": P, "model": model, "mesh": mesh}
+        )
+        logits = model(sm.device_put(tokens, mesh, P("ep"))).logits
+        torch.testing.assert_close(logits.full_tensor(), expected, rtol=1e-4, atol=1e-5)
+
+    _ranks(2, program)
+
+
 def test_every_program_of_the_page_is_run():
-    assert len(blocks(PAGE, "python")) == 19
+    assert len(blocks(PAGE, "python")) == 20
 
 
 # -- the table of forms ----------------------------------------------------------------------------
