@@ -390,6 +390,37 @@ def test_a_value_with_a_history_that_is_left_outside(function: Callable[..., Ten
     assert found[1] == found[2]
 
 
+class Remembering(nn.Module):
+    """Keeps what it returns in a buffer."""
+
+    buffer: Tensor
+
+    def __init__(self, replaces: bool) -> None:
+        super().__init__()
+        self.register_buffer("buffer", torch.zeros(6))
+        self._replaces = replaces
+
+    def forward(self, y: Tensor) -> Tensor:
+        z = y * 2
+        if self._replaces:
+            self.buffer = z
+        else:
+            self.buffer.copy_(z)
+        return z.sum()
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_value_with_a_history_that_is_left_in_a_buffer(replaces: bool) -> None:
+    module = sm.jit(Remembering(replaces), backend="eager")
+    with pytest.raises(JitError, match="leaves a value with a gradient history in an argument or"):
+        module(torch.ones(6, requires_grad=True) * 1)
+    module._orig_mod.buffer = torch.zeros(6)
+    x = torch.ones(6, requires_grad=True)
+    (module(x * 1) + module.buffer.sum()).backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [4.0] * 6
+
+
 def test_a_function_with_an_effect_is_not_called_twice() -> None:
     counts = [0]
 
