@@ -367,7 +367,8 @@ class JitFunction:
         look = functools.partial(self._snapshot, leaves, tree)
         runner = state.with_history.runner_of(tree, leaves, look)
         if isinstance(runner, JoinedFunction):
-            return runner(*[x for x in leaves if type(x) is not Static])
+            why_eager = functools.partial(state.with_history.why_eager, runner, leaves, look)
+            return runner.call([x for x in leaves if type(x) is not Static], why_eager)
         if isinstance(runner, Parts):
             with runner.running():
                 return self._call(tree, leaves)

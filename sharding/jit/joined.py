@@ -39,6 +39,7 @@ from ..autograd import engine_hooks
 from ..autograd.grad_origin import Origin, note_origin, noted_origin
 from ..functional.transforms.parts import with_part
 from ..layout.layout import Layout
+from ..ops.recomputation import next_graph_number
 from ..redistribute.linear import redistribute_linear
 from ..tensor.saved_wrapper import wrapper_to_save
 from ..tensor.sharded_tensor import ShardedTensor
@@ -63,6 +64,7 @@ from .state.snapshot import Snapshot
 _RECORDINGS = 8  # of one function; further calls run eagerly
 _WRITES_TO_LEAF = "a leaf Variable that requires grad is being used in an in-place operation"
 _ATTEMPTS = 3  # recordings in a row that were dropped
+_NO_BACKWARD = "no backward ran through its results"
 
 
 class JoinedFunction:
@@ -82,6 +84,7 @@ class JoinedFunction:
         entries: for each signature the recordings, the newest last.
         broken: why it has no graph; None as long as it may have one.
         limit: why calls without a recording are not recorded; None as long as they are.
+        is_eager: whether `broken` is what `why_eager` of a call has returned.
     """
 
     def __init__(
@@ -101,17 +104,43 @@ class JoinedFunction:
         self.entries: dict[Any, Recordings] = {}
         self.broken: str | None = None
         self.limit: str | None = None
+        self.is_eager = False
+        self._broken_at = 0  # the number of graphs then
         self._pending: weakref.ref[_RecordedCall] | None = None
         self._dropped = 0
+        self._has_no_backward = False  # an error of the next call that would be recorded
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_over:
+            return self._f(*args, **kwargs)
         with thread_context.setting(in_joined_function=True):
             return self._call(args, kwargs)
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, args: Sequence[Any], why_eager: Callable[[], str | None]) -> Any:
+        """Call the function.
+
+        Args:
+            why_eager: returns why a call that has no recording, and all later ones, are eager; None
+                if they are not.
+        """
+        with thread_context.setting(in_joined_function=True):
+            return self._call(tuple(args), {}, why_eager)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether calls have no graph, and in a recomputation, whether its forward had none."""
+        before = thread_context.graphs_before
+        return self.broken is not None and (before is None or before > self._broken_at)
+
+    def _call(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        why_eager: Callable[[], str | None] | None = None,
+    ) -> Any:
         world = current_world()
         if (
-            self.broken is not None
+            self.is_over
             or thread_context.needs_each_operator
             or self._is_recomputed_outside_of_unit()
         ):
@@ -120,7 +149,8 @@ class JoinedFunction:
         count = len(leaves)
         leaves = [*leaves, *(holder[name] for holder, name in self._state())]
         key = tree, key_of(leaves)
-        entries = self.entries.setdefault(key, Recordings())
+        entries = self.entries.get(key)
+        entries = Recordings() if entries is None else entries
         selected = entries.select(leaves)
         if selected.entry is not None:
             return selected.entry.run([*leaves, *selected.carried], world, self._backend())
@@ -133,9 +163,23 @@ class JoinedFunction:
                 f"{self.name} was recorded {_RECORDINGS} times: its arguments or its state change"
             )
             if self.modules:  # one inside may have a state that does not change
-                self.broken = self.limit
+                self.give_up(self.limit)
             return self._f(*args, **kwargs)
-        return self._record(leaves, count, tree, entries, world)
+        if self._has_no_backward:
+            self._has_no_backward, self._dropped = False, 0
+            raise JitError(
+                f"{_NO_BACKWARD} in {_ATTEMPTS} calls of {self.name}; turn gradients off around "
+                "such calls, with torch.no_grad()"
+            )
+        reason = why_eager() if why_eager is not None else None
+        if reason is not None:
+            self.give_up(reason)
+            self.is_eager = True
+        if self.is_over:
+            return self._f(*args, **kwargs)
+        self.entries[key] = entries
+        is_function = why_eager is not None
+        return self._record(leaves, count, tree, entries, world, is_function)
 
     @property
     def recordings(self) -> list[JoinedEntry]:
@@ -169,6 +213,7 @@ class JoinedFunction:
         tree: Any,
         entries: Recordings,
         world: World,
+        is_function: bool,
     ) -> Any:
         """Call the function and record it; its backward is recorded when that runs."""
         stand_ins = _stand_ins(leaves)
@@ -198,8 +243,12 @@ class JoinedFunction:
         except RuntimeError as error:
             if not str(error).startswith(_WRITES_TO_LEAF):
                 raise
-            self._refuse_write(recorder, error)
+            settle(snapshot)
+            self._refuse_write(recorder, snapshot, error)
             return call(leaves)
+        if recorder.builder.refusal is not None:
+            settle(snapshot)
+        self._check_history_outside(snapshot, leaves, stand_ins, is_function)
         replaced = [x for x, other in zip(stand_ins, leaves, strict=True) if x is not other]
         if any(slot.get(()) is not None for x in replaced for slot in _slots_of_stand_in(x)):
             raise JitError(
@@ -217,7 +266,7 @@ class JoinedFunction:
                 f"{self.name} returns a view of an argument that requires grad, and a write to it "
                 "would not reach the history of the argument"
             )
-            if is_repeatable:
+            if is_repeatable and snapshot.change(set()) is None:
                 return call(leaves)
             recorded.is_recorded = True  # there is nothing to record of its backward
         change = snapshot.change(set()) if recorder.builder.refusal is None else None
@@ -226,7 +275,42 @@ class JoinedFunction:
             recorded.is_recorded = True  # there is nothing to record of its backward
         return recorded.results()
 
-    def _refuse_write(self, recorder: GraphRecorder, error: RuntimeError) -> None:
+    def _check_history_outside(
+        self,
+        snapshot: Snapshot,
+        leaves: Sequence[Any],
+        stand_ins: Sequence[Any],
+        is_function: bool,
+    ) -> None:
+        """Check that nothing with a gradient history is left outside but for the results.
+
+        That history ends at the stand-ins, so a gradient from outside would be lost there.
+
+        Args:
+            is_function: whether Python state counts as well. Modules may fill caches.
+
+        Raises: JitError; the function cannot be called again, since it has had an effect.
+        """
+        known = set(map(id, leaves))
+        tensors = [x for x, y in zip(leaves, stand_ins, strict=True) if x is y]
+        held = (holder[name] for holder, name in self._state())
+        tensors += [x for x in held if id(x) not in known]
+        path = _history_outside(snapshot)
+        if any(isinstance(x, Tensor) and local_of(x).grad_fn is not None for x in tensors):
+            path = path or "an argument or a buffer"
+        if path is None and is_function and snapshot.change(set()) is not None:
+            path = _history_outside(snapshot.again())
+        if path is not None:
+            reason = (
+                f"{self.name} leaves a value with a gradient history in {path}, and a gradient "
+                "from there would not reach its inputs; return it, or leave one that is detached"
+            )
+            self.give_up(reason)
+            raise JitError(reason)
+
+    def _refuse_write(
+        self, recorder: GraphRecorder, snapshot: Snapshot, error: RuntimeError
+    ) -> None:
         """Give up on a function that writes in place to an argument with a gradient history.
 
         Torch takes the stand-in of such an argument for a leaf.
@@ -238,13 +322,15 @@ class JoinedFunction:
             f"{self.name} writes in place to an argument that requires grad, so the history of "
             "the caller's tensor would change; write to a copy of it"
         )
-        if self._fullgraph or not all(map(is_pure, recorder.builder.operators)):
-            raise JitError(reason) from error
         self.give_up(reason)
+        is_repeatable = all(map(is_pure, recorder.builder.operators))
+        if self._fullgraph or not is_repeatable or snapshot.change(set()) is not None:
+            raise JitError(reason) from error
 
     def give_up(self, reason: str) -> None:
         """Run the function eagerly from now on."""
-        self.broken = self.broken or reason
+        if self.broken is None:
+            self.broken, self._broken_at = reason, next_graph_number()
 
     def refuse(self, reason: str) -> None:
         """Give up on the function. Raises: JitError with `fullgraph`."""
@@ -260,6 +346,18 @@ class JoinedFunction:
         self._dropped += 1
         if self._dropped >= _ATTEMPTS:
             self.refuse(reason)
+
+    def drop_without_backward(self) -> None:
+        """Note that nobody has differentiated the results of a call that was recorded.
+
+        With `fullgraph` the next call that would be recorded raises: this runs where an exception
+        reaches nobody.
+        """
+        self._dropped += 1
+        if self._dropped >= _ATTEMPTS and self._fullgraph:
+            self._has_no_backward = True
+        elif self._dropped >= _ATTEMPTS:
+            self.give_up(_NO_BACKWARD)
 
 
 class _RecordedCall:
@@ -292,6 +390,7 @@ class _RecordedCall:
         self.function, self.recorder, self.entries = function, recorder, entries
         self.leaves, self.stand_ins = leaves, stand_ins
         self._check: weakref.finalize[Any, Any] | None = None
+        self._entry: JoinedEntry | None = None
         self.flat, self.tree, self._instances = flat_result(result, snapshot, recorder)
         self._saved, self._look = saved, look
         self.snapshot, self.guard = snapshot, guard
@@ -328,7 +427,6 @@ class _RecordedCall:
             and id(x) not in {id(y) for y in self.leaves}
         ]
         if builder.refusal is not None:
-            settle(self.snapshot)
             function.give_up(str(builder.refusal))
         if self.differentiable:
             outputs = [local_of(flat[i]) for i in self.differentiable]
@@ -364,9 +462,12 @@ class _RecordedCall:
         seeds = [g for g in grads if g is not None]
         builder = self.recorder.builder
         if self.is_recorded or builder.refusal is not None:
+            self._check_gradients(grads)
             with WithoutTraced():
                 return self._history.gradients(outputs, seeds)
         self.is_recorded = True
+        grads = _distinct(grads)
+        seeds = [g for g in grads if g is not None]
         for i, g in enumerate(grads):
             if g is not None:
                 builder.know(g, builder.placeholder(f"gradient_{i}"))
@@ -392,6 +493,17 @@ class _RecordedCall:
             self.finish(grads, gradients)
         return gradients
 
+    def _check_gradients(self, grads: Sequence[Tensor | None]) -> None:
+        """Give up on the function if a result gets a gradient that had none in the recording."""
+        entry = self._entry
+        if entry is None or entry not in self.entries:
+            return
+        if any(g is not None and not had for g, had in zip(grads, entry.had_grads, strict=True)):
+            self.entries.remove(entry)
+            self.function.refuse(
+                f"backward runs more than once through {self.function.name}, for other results"
+            )
+
     def finish(self, grads: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> None:
         """Make the programs."""
         function = self.function
@@ -405,6 +517,7 @@ class _RecordedCall:
         except JitError as error:
             function.drop(str(error))
         else:
+            self._entry = entry
             self.entries.append(entry)
             function._dropped = 0
 
@@ -412,7 +525,7 @@ class _RecordedCall:
 def _check_recorded(function: Any, entries: list[Any], count: int) -> None:
     alive = function()
     if alive is not None and len(entries) == count:
-        alive.drop("no backward ran through its results")
+        alive.drop_without_backward()
 
 
 def _entry(
@@ -473,7 +586,37 @@ def _entry(
     reads = [node for node in recording.program.graph.nodes if is_movable(node)]
     program = hoist_reads(recording.program, (), agreed=False, collectives=False)
     _check_reads([node for node in reads if node in program.graph.nodes])
-    return JoinedEntry(call, recording._replace(program=program), graph, saved, grads, origins)
+    numbers = {
+        copies[node]: int(node.target.rpartition("_")[2])
+        for node in nodes
+        if node.op == "placeholder" and node.target in seeds
+    }
+    seeds_of = _seeds_of_outputs(graph, len(gradients), numbers)
+    recording = recording._replace(program=program)
+    return JoinedEntry(call, recording, graph, saved, grads, origins, seeds_of)
+
+
+def _seeds_of_outputs(
+    graph: fx.Graph, count: int, numbers: dict[fx.Node, int]
+) -> list[frozenset[int]] | None:
+    """Return which gradients of results the first outputs of a backward depend on.
+
+    None if operators of it write to tensors or communicate: then all of them count.
+
+    Args:
+        numbers: for the inputs that are such gradients or their origins the number of the result.
+    """
+    of: dict[fx.Node, frozenset[int]] = {}
+    for node in graph.nodes:
+        if node in numbers:
+            of[node] = frozenset({numbers[node]})
+        elif node.op == "call_function" and not is_pure(node):
+            return None
+        else:
+            of[node] = frozenset[int]().union(*(of[x] for x in node.all_input_nodes))
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    values = output.args[0][:count]
+    return [frozenset() if x is None else of[x] for x in values]
 
 
 class _ReadInside(JitError):
@@ -493,6 +636,7 @@ class JoinedEntry(Entry):
 
     Attributes:
         backward_program: None where no result has a history.
+        had_grads: which of the results with a history had a gradient in the recording.
         inputs: the leaves that the node of autograd joins to the results.
     """
 
@@ -504,6 +648,7 @@ class JoinedEntry(Entry):
         saved: Sequence[fx.Node],
         grads: Sequence[Tensor | None],
         origins: list[tuple[int, _OriginKind]],
+        seeds_of: Sequence[frozenset[int]] | None,
     ) -> None:
         super().__init__(recording, call.guard, call.leaves, [], None, call.function.check_state)
         recording.program.name = call.function.name
@@ -514,13 +659,14 @@ class JoinedEntry(Entry):
         self._others = call.others
         self._slots = call.slots
         self._with_history = call.differentiable if grads else []
-        self._had_grads = [g is not None for g in grads]
+        self.had_grads = [g is not None for g in grads]
         self._kinds = [_Kind.of(x) for x in call.outputs] if grads else []
         self._origins = list(map(_OriginKind.of, grads))
         self._origins_of_gradients = origins
+        self._seeds_of = seeds_of
         if grads:
             names = [node.name for node in saved]
-            for i, (had, kind) in enumerate(zip(self._had_grads, self._origins, strict=True)):
+            for i, (had, kind) in enumerate(zip(self.had_grads, self._origins, strict=True)):
                 names += [f"gradient {i}"] if had else []
                 names += [f"origin of gradient {i}"] if kind is not None else []
             self.backward_program = Program(
@@ -554,7 +700,7 @@ class JoinedEntry(Entry):
 
     def backward(self, backend: Backend, saved: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
         """Call the backward program."""
-        for i, (g, had) in enumerate(zip(grads, self._had_grads, strict=True)):
+        for i, (g, had) in enumerate(zip(grads, self.had_grads, strict=True)):
             if g is not None and not had:
                 raise JitError(
                     f"result {i} of {self.recording.program.name} under sm.jit got a gradient, and "
@@ -562,7 +708,7 @@ class JoinedEntry(Entry):
                 )
         inputs = list(saved)
         seeds = zip(
-            _seeds(grads, self._kinds), self._kinds, self._had_grads, self._origins, strict=True
+            _seeds(grads, self._kinds), self._kinds, self.had_grads, self._origins, strict=True
         )
         for g, kind, had, origin in seeds:
             if had:
@@ -576,6 +722,11 @@ class JoinedEntry(Entry):
         gradients = outputs[:count]
         for (i, kind), x in zip(self._origins_of_gradients, outputs[count:], strict=True):
             gradients[i] = kind.with_origin(gradients[i], x)
+        if self._seeds_of is not None:
+            present = {i for i, g in enumerate(grads) if g is not None}
+            for i, of in enumerate(self._seeds_of):
+                if of and of.isdisjoint(present):
+                    gradients[i] = None
         return gradients
 
 
@@ -644,6 +795,26 @@ def _seeds(grads: Sequence[Tensor | None], outputs: Sequence[_Kind]) -> list[Ten
         None if g is None else _as_strided_like(g, kind)
         for g, kind in zip(grads, outputs, strict=True)
     ]
+
+
+def _distinct(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return the gradients of results, none of which is that of another one as well.
+
+    Autograd sends the same tensor to both terms of a sum.
+    """
+    seen: set[int] = set()
+    distinct = []
+    for g in grads:
+        noted = None if g is None else noted_origin(g)
+        same = {id(g)} if noted is None else {id(g), id(noted[1].tensor)}
+        if g is not None and not same.isdisjoint(seen):
+            g = g.detach()
+            if noted is not None:
+                layout, origin = noted
+                g = note_origin(g, layout, origin._replace(tensor=origin.tensor.detach()))
+        seen |= same if g is not None else set()
+        distinct.append(g)
+    return distinct
 
 
 def _as_strided_like(g: Tensor, kind: _Kind) -> Tensor:

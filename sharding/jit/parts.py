@@ -59,6 +59,8 @@ class Parts:
         self._backend, self._is_shown, self._fullgraph = backend, is_shown, fullgraph
         self._check_state, self.sharded = check_state, sharded
         self.joined: dict[nn.Module, JoinedFunction] = {}
+        # those that have a graph in recomputations of forwards before they broke
+        self._broken: dict[nn.Module, JoinedFunction] = {}
         self._users, self._installed = 0, []
         for module in _outermost(modules):
             self._add([module] if _is_whole(module) else _inside(module))
@@ -94,9 +96,10 @@ class Parts:
         self._users += 1
         if self._users > 1:
             return
-        self._installed = [module for module in self.joined if compiled_call(module) is None]
+        functions = {**self._broken, **self.joined}
+        self._installed = [module for module in functions if compiled_call(module) is None]
         for module in self._installed:
-            set_compiled_call(module, self.joined[module])
+            set_compiled_call(module, functions[module])
 
     def uninstall(self) -> None:
         """End what one `install` began."""
@@ -111,7 +114,7 @@ class Parts:
             return
         for module, function in list(self.joined.items()):
             if function.broken is not None:
-                del self.joined[module]
+                self._broken[module] = self.joined.pop(module)
                 self._add(inner := list(_inside(module)))
                 rest = f"its {len(inner)} inner modules are parts of their own" if inner else ""
                 if self._is_shown:

@@ -34,13 +34,22 @@ _OF_HISTORY = frozenset(
         "backward",
         "detach_",
         "grad",
+        "grad_and_value",
         "grad_fn",
+        "hessian",
         "is_leaf",
+        "jacrev",
+        "register_hook",
+        "register_multi_grad_hook",
+        "register_post_accumulate_grad_hook",
         "requires_grad_",
         "retain_grad",
+        "value_and_grad",
+        "vjp",
         "zero_grad",
     }
 )
+_ASSIGNED = frozenset({"data", "requires_grad"})
 
 
 class CallsWithHistory:
@@ -65,6 +74,8 @@ class CallsWithHistory:
         self._name, self._two_programs, self._parts = name, two_programs, parts
         self._fullgraph, self._is_shown = fullgraph, is_shown
         self._runners: dict[Any, JoinedFunction | Parts | str] = {}
+        # those that have a graph in recomputations of forwards before they broke
+        self._broken: dict[Any, JoinedFunction] = {}
         self._limits: set[str] = set()  # those that were logged
 
     @property
@@ -90,6 +101,9 @@ class CallsWithHistory:
         if not torch.is_grad_enabled():
             return "grad mode is off, and the function may turn it on"
         key = tree, tuple([x if type(x) is Static else None for x in leaves])
+        broken = self._broken.get(key)
+        if broken is not None and not broken.is_over:
+            return broken
         runner = self._runners.get(key)
         if runner is None and thread_context.graphs_before is not None:
             return ""
@@ -97,10 +111,14 @@ class CallsWithHistory:
             return f"there were {_FORMS} other structures or static values of arguments"
         if runner is None:
             runner = self._runners[key] = self._new_runner(key, leaves, look())
-        if isinstance(runner, JoinedFunction) and runner.broken is not None:
+        if isinstance(runner, JoinedFunction) and runner.is_over and runner.is_eager:
+            self._broken[key] = runner
+            runner = self._runners[key] = runner.broken or ""
+        if isinstance(runner, JoinedFunction) and runner.is_over:
+            self._broken[key] = runner
             reason, parts = runner.broken, self._parts(runner.modules)
             runner = self._runners[key] = parts if parts.joined else ""
-            if self._is_shown:
+            if self._is_shown and reason is not None:
                 names = ", ".join(one.name for one in parts.joined.values())
                 log_break(self._name, reason, f"with graphs of {names}" if names else "")
         limit = runner.limit if isinstance(runner, JoinedFunction) else None
@@ -112,7 +130,29 @@ class CallsWithHistory:
     def _new_runner(
         self, key: Any, leaves: Sequence[Any], snapshot: Snapshot
     ) -> JoinedFunction | Parts | str:
+        reason = self._reason_of(leaves, snapshot)
+        if reason is not None:
+            return reason
+        is_of_units = any(hasattr(module, "_shardmesh_unit") for module in snapshot.modules)
+        if is_of_units and not self._fullgraph:
+            return self._parts(snapshot.modules)
         tree, static = key
+        return self._two_programs(tree, static, snapshot.modules)
+
+    def why_eager(
+        self, function: JoinedFunction, leaves: Sequence[Any], look: Callable[[], Snapshot]
+    ) -> str | None:
+        """Return why two programs do not fit a call that has no recording, None if they do.
+
+        It may have another callback among its arguments or in a closure than the calls before.
+        """
+        snapshot = look()
+        if not set(snapshot.modules) <= set(function.modules):
+            return "the function reaches other modules than in its first call"
+        return self._reason_of(leaves, snapshot)
+
+    def _reason_of(self, leaves: Sequence[Any], snapshot: Snapshot) -> str | None:
+        """Return why a call is eager, None if it may have a graph."""
         values = [x.value if type(x) is Static else x for x in leaves]
         if any(isinstance(x, (nn.Module, torch.optim.Optimizer)) for x in values):
             return "a module or an optimizer is an argument as well"
@@ -121,15 +161,14 @@ class CallsWithHistory:
         names = names_of_history(snapshot)
         if names:
             return f"the function has `{min(names)}`, which ends at the arguments of a graph"
-        is_of_units = any(hasattr(module, "_shardmesh_unit") for module in snapshot.modules)
-        if is_of_units and not self._fullgraph:
-            return self._parts(snapshot.modules)
-        return self._two_programs(tree, static, snapshot.modules)
+        return None
 
 
 def names_of_history(snapshot: Snapshot) -> set[str]:
     """Return the names in the program's code by which it reads or changes gradient histories."""
     functions = snapshot.functions
-    names = {name for f in functions for code in codes(f.__code__) for name in code.co_names}
+    parts = [code for f in functions for code in codes(f.__code__)]
+    names = {name for code in parts for name in code.co_names}
+    names |= {x for code in parts for x in code.co_consts if isinstance(x, str)}  # of getattr
     assigned = frozenset[str]().union(*(assignments_of(f.__code__) for f in functions))
-    return (names & _OF_HISTORY) | (assigned & {"requires_grad"})
+    return (names & _OF_HISTORY) | (assigned & _ASSIGNED)

@@ -201,6 +201,8 @@ def test_recordings_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
         for rows in (*range(1, 13), *range(1, 13)):
             f(model(torch.ones(rows, 6)), 1).backward()
     assert (len(f.recorded), runs_of(f)) == (8, 8)
+    (state,) = f._states.values()
+    assert sum(len(one.entries) for one in state.with_history.functions) == 8
     (line,) = eager_lines(caplog)
     assert "runs eagerly, but for calls that have a graph: <lambda> was recorded 8 times" in line
     with caplog.at_level(logging.WARNING, "shardmesh"):
@@ -255,12 +257,31 @@ def returns_a_view(y: Tensor) -> Tensor:
     return y.view(-1)
 
 
+def registers_a_hook(y: Tensor) -> Tensor:
+    y.register_hook(lambda g: g * 10)
+    return y.square().sum()
+
+
+def assigns_data(y: Tensor) -> Tensor:
+    y.data = y.data * 3
+    return y.sum()
+
+
+def calls_backward_by_name(y: Tensor) -> Tensor:
+    loss = (y * WEIGHT).square().sum()
+    getattr(loss, "backward")(retain_graph=True)  # noqa: B009
+    return loss
+
+
 EAGER: dict[Callable[[Tensor], Tensor], str] = {
     calls_backward: "the function has `backward`",
     takes_a_gradient: "the function has `grad`",
     steps_an_optimizer: "the function reaches an optimizer",
     clears_a_gradient: "the function has `grad`",
     freezes: "the function has `requires_grad`",
+    registers_a_hook: "the function has `register_hook`",
+    assigns_data: "the function has `data`",
+    calls_backward_by_name: "the function has `backward`",
     writes_to_its_argument: "writes in place to an argument that requires grad",
     uses_a_history_outside: "has a gradient history of its own",
     returns_a_view: "returns a view of an argument that requires grad",
@@ -295,6 +316,217 @@ def test_what_needs_the_history_of_an_argument_runs_eagerly(
     (line,) = eager_lines(caplog)
     assert EAGER[function] in line
     assert not jitted.recorded
+
+
+def multiplies(y: Tensor) -> Tensor:
+    return (y * WEIGHT).sum()
+
+
+@pytest.mark.parametrize("later", [clears_a_gradient, calls_backward])
+def test_another_callback_than_in_the_first_call(
+    later: Callable[[Tensor], Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    def use(f: Callable[..., Tensor]) -> list[Tensor]:
+        WEIGHT.grad, values = None, []
+        for i in range(4):
+            x = torch.full((6,), 1.0 + i, requires_grad=True)
+            f(x * 2, multiplies if i < 2 else later).backward()
+            assert x.grad is not None
+            assert WEIGHT.grad is not None
+            values += [x.grad, WEIGHT.grad.clone()]
+        return values
+
+    jitted = sm.jit(lambda y, h: h(y), backend="eager", fullgraph=True)
+    with caplog.at_level(logging.WARNING, "shardmesh"):
+        assert equal(use(jitted), use(lambda y, h: h(y)))
+    (line,) = eager_lines(caplog)
+    assert EAGER[later] in line
+
+
+def copies_to_an_argument(y: Tensor, out: Tensor) -> Tensor:
+    out.copy_(y * 2)
+    return out
+
+
+def writes_an_element(y: Tensor, out: Tensor) -> Tensor:
+    out[0] = y[0] * 2
+    return out
+
+
+def copies_to_a_global(y: Tensor, out: Tensor) -> Tensor:
+    BUFFER.copy_(y * 2)
+    return y.sum()
+
+
+def keeps_a_value(y: Tensor, out: Tensor) -> Tensor:
+    VALUES.append(y * 2)
+    return y.sum()
+
+
+BUFFER = torch.zeros(6)
+VALUES: list[Tensor] = []
+
+
+@pytest.mark.parametrize(
+    "function", [copies_to_an_argument, writes_an_element, copies_to_a_global, keeps_a_value]
+)
+def test_a_value_with_a_history_that_is_left_outside(function: Callable[..., Tensor]) -> None:
+    """A gradient from there would be lost: an error, and eager calls from then on."""
+    jitted = sm.jit(function, backend="eager")
+    found = []
+    for f in (jitted, jitted, function):
+        BUFFER.detach_().zero_()
+        VALUES[:] = [torch.zeros(6)]
+        x = torch.ones(6, requires_grad=True)
+        y = x * 1
+        if not found:
+            with pytest.raises(JitError, match="leaves a value with a gradient history in"):
+                f(y, torch.zeros(6))
+            found.append(None)
+        else:
+            (f(y, torch.zeros(6)).sum() + BUFFER.sum() + VALUES[-1].sum() + y.sum()).backward()
+            assert x.grad is not None
+            found.append(x.grad.tolist())
+    assert found[1] == found[2]
+
+
+class Remembering(nn.Module):
+    """Keeps what it returns in a buffer."""
+
+    buffer: Tensor
+
+    def __init__(self, replaces: bool) -> None:
+        super().__init__()
+        self.register_buffer("buffer", torch.zeros(6))
+        self._replaces = replaces
+
+    def forward(self, y: Tensor) -> Tensor:
+        z = y * 2
+        if self._replaces:
+            self.buffer = z
+        else:
+            self.buffer.copy_(z)
+        return z.sum()
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_value_with_a_history_that_is_left_in_a_buffer(replaces: bool) -> None:
+    module = sm.jit(Remembering(replaces), backend="eager")
+    with pytest.raises(JitError, match="leaves a value with a gradient history in an argument or"):
+        module(torch.ones(6, requires_grad=True) * 1)
+    module._orig_mod.buffer = torch.zeros(6)
+    x = torch.ones(6, requires_grad=True)
+    (module(x * 1) + module.buffer.sum()).backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [4.0] * 6
+
+
+def test_a_function_with_an_effect_is_not_called_twice() -> None:
+    counts = [0]
+
+    @sm.jit(backend="eager")
+    def f(y: Tensor) -> Tensor:
+        counts[0] += 1
+        return y.view(-1)
+
+    for i in range(3):
+        f(torch.ones(2, requires_grad=True) * 1).sum().backward()
+        assert counts == [i + 1]
+
+
+class Branching(nn.Module):
+    """Reads a value of its argument if that has three rows."""
+
+    def forward(self, y: Tensor) -> Tensor:
+        if len(y) == 3 and bool(y.detach().sum() > 1e9):
+            return y.sum()
+        return y.tanh().square().sin().sum()
+
+
+@pytest.mark.parametrize("case", ["a function", "a module", "the limit"])
+def test_a_recomputation_after_a_break_runs_the_graph_of_its_forward(case: str) -> None:
+    torch.manual_seed(0)
+    branching, head = Branching(), nn.Linear(4, 4)
+    function: Any = branching if case == "a module" else lambda y: branching(y)
+    rows = [3]
+    if case == "the limit":
+        function = lambda y: head(y).tanh().square().sin().sum()  # noqa: E731
+        rows = list(range(10, 20))
+
+    def use(f: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        values = []
+        for i in range(3):
+            x = torch.ones(2, 4, requires_grad=True)
+            loss: Any = checkpoint(f, x * 1, use_reentrant=False)
+            if i == 2:
+                for n in rows:
+                    f(torch.ones(n, 4, requires_grad=True) * 1).backward()
+            loss.backward()
+            assert x.grad is not None
+            values.append(x.grad)
+        return values
+
+    assert equal(use(sm.jit(function, backend="eager")), use(function))
+
+
+def test_a_result_with_another_gradient_or_without_one() -> None:
+    """Without one, a parameter that only this result depends on has none, as in eager code.
+
+    In the recording the gradients of both are one tensor.
+    """
+
+    def use(wrap: Callable[..., Any]) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        head, values = nn.Linear(6, 6), []
+        f = wrap(lambda y: (y.square().sum(), head(y).sum()))
+        for i in range(4):
+            head.zero_grad()
+            x = torch.full((6,), 1.0 + i, requires_grad=True)
+            first, second = f(x * 2)
+            (first + second * (1 + i) if i < 2 else first).backward()
+            values += [x.grad, head.weight.grad]
+        return values
+
+    values, expected = use(lambda f: sm.jit(f, backend="eager")), use(lambda f: f)
+    assert [x is None for x in values] == [x is None for x in expected]
+    for x, y in zip(values, expected, strict=True):
+        assert x is None or (y is not None and torch.equal(x, y))
+
+
+@pytest.mark.parametrize("is_module", [False, True])
+def test_results_that_are_differentiated_one_after_the_other(is_module: bool) -> None:
+    class Two(nn.Module):
+        def forward(self, y: Tensor) -> tuple[Tensor, Tensor]:
+            z = y.tanh()
+            return z.square().sum(), z.sum()
+
+    f = sm.jit(Two() if is_module else Two().forward, backend="eager")
+    gradients = []
+    for _ in range(3):
+        x = torch.ones(6, requires_grad=True)
+        a, b = f(x * 2)
+        a.backward(retain_graph=True)
+        b.backward()
+        assert x.grad is not None
+        gradients.append(x.grad)
+    x = torch.ones(6, requires_grad=True)
+    a, b = Two()(x * 2)
+    a.backward(retain_graph=True)
+    b.backward()
+    assert all(torch.equal(g, x.grad) for g in gradients if x.grad is not None)
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_results_that_nobody_differentiates_with_fullgraph() -> None:
+    """The error comes in a call, where it reaches the program."""
+    f = sm.jit(lambda y: y.square().sum(), backend="eager", fullgraph=True)
+    for _ in range(3):
+        f(torch.ones(2, requires_grad=True) * 1)
+    with pytest.raises(JitError, match="no backward ran through its results in 3 calls"):
+        f(torch.ones(2, requires_grad=True) * 1)
+    for _ in range(2):
+        f(torch.ones(2, requires_grad=True) * 1).backward()
+    assert runs_of(f) == 1
 
 
 class Counting(nn.Module):
