@@ -109,8 +109,9 @@ def collective_check(mode: str) -> None:
             stages of a pipeline, wait for nobody: the second of the two ranks compares operation,
             dtype and purpose before it sends or reads, not sizes and directions. "full" is
             "strict", and compares the input of each asynchronous collective with a copy when it is
-            waited for: a write in between is an error. "off" compares nothing, records nothing, and does not look for stalls. The
-            environment variable SHARDMESH_MONITOR sets it for all ranks.
+            waited for: a write in between is an error. "off" compares nothing, records nothing, and
+            does not look for stalls. The environment variable SHARDMESH_MONITOR sets it for all
+            ranks.
 
     Raises: ValueError for another mode.
 
