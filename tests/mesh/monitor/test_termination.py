@@ -36,7 +36,7 @@ def two(tmp_path) -> list[DrivenRank]:
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("how", ["communicates", "computes"])
 def test_programs_that_swallow_the_error_are_ended(forked: Forked, how: str) -> None:
-    ended = forked(programs.swallows, 4, how, SHARDMESH_EXIT_S="3")
+    ended = forked(programs.swallows, 4, how, SHARDMESH_EXIT_S="6")
     assert statuses(ended) == [1] * 4
     for rank in (0, 1, 3):
         output = ended[rank].output
@@ -63,13 +63,13 @@ def test_programs_that_leave_the_job_are_not_ended(forked: Forked) -> None:
     "how", ["thread", "asynchronous", "raw", "destroyed", "destroyed and a thread"]
 )
 def test_processes_end_despite_pending_collectives_and_threads(forked: Forked, how: str) -> None:
-    ended = forked(programs.waits_at_exit, 4, how, SHARDMESH_EXIT_S="2")
+    ended = forked(programs.waits_at_exit, 4, how, SHARDMESH_EXIT_S="5")
     assert statuses(ended) == [1] * 4
     assert all("StallError" in rank.output for rank in ended)
 
 
 def test_a_rank_whose_threads_outlive_its_program(forked: Forked) -> None:
-    ended = forked(programs.hangs_at_exit, 4, SHARDMESH_EXIT_S="2")
+    ended = forked(programs.hangs_at_exit, 4, SHARDMESH_EXIT_S="5")
     assert statuses(ended) == [1] * 4
     assert all("StallError" in ended[rank].output for rank in (0, 1, 3))
 
