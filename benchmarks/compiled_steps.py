@@ -195,7 +195,7 @@ def measure(
     steps = {
         name: Steps(make(setup))
         for name, make in form.theirs.items()
-        if inductor or name != form.peer
+        if inductor or name not in (DTENSOR, FSDP2)
     }
     steps |= {OURS: Steps(form.ours(setup))} | {
         name: Steps(form.ours(setup), backend) for name, backend in backends.items()
