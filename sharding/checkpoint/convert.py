@@ -24,7 +24,7 @@ from .agreement import CheckpointError
 from .load import load
 from .safetensors import mapped_tensors, save_safetensors
 from .save import save
-from .storage.files import sync_folder, temporary_path
+from .storage.files import sync_folder, temporary_path, write_whole
 from .storage.folder import MANIFEST, METADATA, complete
 from .storage.manifest import parse, read_index
 from .tree import leaves
@@ -302,7 +302,4 @@ def _copy_config(config: str | os.PathLike[str] | None, target: Path) -> None:
     if config is not None:
         for path in sorted(Path(config).iterdir()):
             if path.is_file() and not path.name.endswith(_WEIGHTS):
-                with open(path, "rb") as source, open(target / path.name, "wb") as copy:
-                    shutil.copyfileobj(source, copy)
-                    copy.flush()
-                    os.fsync(copy.fileno())
+                write_whole(target / path.name, path.read_bytes())

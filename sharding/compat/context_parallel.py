@@ -9,7 +9,7 @@ The order is that of `balance_sequence`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -330,11 +330,7 @@ def context_parallel_unshard(
         >>> (logits,) = context_parallel_unshard(mesh["cp"], [logits], [1])
     """
     mesh = as_device_mesh(mesh)
-    if len(buffers) != len(seq_dims):
-        raise ValueError(
-            f"context_parallel_unshard: {len(buffers)} buffers and {len(seq_dims)} seq_dims; give "
-            "one dim for each"
-        )
+    check_seq_dims("context_parallel_unshard", buffers, seq_dims)
     return [
         _whole_buffer(mesh, buffer.detach(), dim % buffer.ndim, load_balancer)
         for buffer, dim in zip(buffers, seq_dims, strict=True)
@@ -347,9 +343,27 @@ def _whole_buffer(mesh: DeviceMesh, part: Tensor, dim: int, load_balancer: Any) 
         return (unbalance_sequence(x, dim, mesh.axis_names) if mesh.size() > 1 else x).full_tensor()
     whole = x.full_tensor()
     indices = load_balancer._generate_indices(restore=True)
-    if indices is None:
-        return whole
-    if len(indices) == 1:
+    return whole if indices is None else selected(whole, dim, indices)
+
+
+def check_seq_dims(call: str, buffers: Sized, seq_dims: Sized) -> None:
+    """Check that each buffer has a dim.
+
+    Raises: ValueError, which names the call.
+    """
+    if len(buffers) != len(seq_dims):
+        raise ValueError(
+            f"{call}: {len(buffers)} buffers and {len(seq_dims)} seq_dims; give one dim for each"
+        )
+
+
+def selected(whole: Tensor, dim: int, indices: Tensor) -> Tensor:
+    """Return positions of a tensor along a dim.
+
+    Args:
+        indices: the positions, [1, n], or [batch, n] for each row of dim 0.
+    """
+    if len(indices) == 1 or dim == 0:
         return whole.index_select(dim, indices[0])
     return torch.stack(
         [row.index_select(dim - 1, index) for row, index in zip(whole, indices, strict=True)]

@@ -28,7 +28,7 @@ from ..parallel.tensor.torch_styles import ParallelStyle
 from ..tensor.convert import from_part, to_local
 from ..tensor.sharded_tensor import ShardedTensor
 from ..trees import map_tensors
-from .context_parallel import chosen_method
+from .context_parallel import check_seq_dims, chosen_method, selected
 
 
 class LoadBalancer(Protocol):
@@ -111,21 +111,20 @@ def _context_parallel_shard(
     Communication: none.
     """
     mesh = as_device_mesh(mesh)
-    names = list(buffers) if isinstance(buffers, Mapping) else range(len(buffers))
-    if len(buffers) != len(seq_dims):
-        raise ValueError(
-            f"_context_parallel_shard: {len(buffers)} buffers and {len(seq_dims)} seq_dims; give "
-            "one dim for each"
-        )
+    check_seq_dims("_context_parallel_shard", buffers, seq_dims)
+    wholes: Any = buffers
+    dims: Any = seq_dims
+    if isinstance(buffers, Mapping):
+        wholes, dims = list(buffers.values()), [dims[name] for name in buffers]
     order = None if load_balancer is None else load_balancer._generate_indices()
     parts = [
-        _part_of_mask(mesh, buffers[name], order)  # type: ignore[call-overload]
-        if isinstance(buffers[name], BlockMask)  # type: ignore[call-overload]
-        else _part(mesh, buffers[name], seq_dims[name], load_balancer, order)  # type: ignore[call-overload]
-        for name in names
+        _part_of_mask(mesh, whole, order)
+        if isinstance(whole, BlockMask)
+        else _part(mesh, whole, dim, load_balancer, order)
+        for whole, dim in zip(wholes, dims, strict=True)
     ]
     thread_context.sequence_order = _order_name(mesh, load_balancer, order)
-    return dict(zip(names, parts, strict=True)) if isinstance(buffers, Mapping) else parts
+    return dict(zip(buffers, parts, strict=True)) if isinstance(buffers, Mapping) else parts
 
 
 def _order_name(mesh: DeviceMesh, load_balancer: LoadBalancer | None, order: Tensor | None) -> str:
@@ -160,13 +159,7 @@ def _part(
     places = slice(*_bounds(mesh, length))
     if order is None:
         return buffer.narrow(dim, places.start, places.stop - places.start).contiguous()
-    if len(order) == 1 or dim == 0:
-        return buffer.index_select(dim, order[0, places])
-    rows = [
-        row.index_select(dim - 1, indices[places])
-        for row, indices in zip(buffer, order, strict=True)
-    ]
-    return torch.stack(rows)
+    return selected(buffer, dim, order[:, places])
 
 
 def _bounds(mesh: DeviceMesh, length: int) -> tuple[int, int]:
@@ -282,7 +275,7 @@ class _GatherKeys:
             return self.forward(*args, **named)
 
     def _whole(self, part: Tensor) -> Tensor:
-        x = from_part(part, self.mesh, self.dim, [part.shape[self.dim]] * self.mesh.size())
+        x = _sequence_of(part, self.mesh, self.dim)
         return to_local(x.redistribute([Replicate()]), grad_placements=[Partial()])
 
 
@@ -306,9 +299,12 @@ class _SplitSequences:
             return map_tensors(_local, [self.forward(*args, **kwargs)])[0]
 
     def _on_mesh(self, part: Tensor) -> Tensor:
-        if isinstance(part, ShardedTensor):
-            return part
-        return from_part(part, self.mesh, self.dim, [part.shape[self.dim]] * self.mesh.size())
+        return part if isinstance(part, ShardedTensor) else _sequence_of(part, self.mesh, self.dim)
+
+
+def _sequence_of(part: Tensor, mesh: DeviceMesh, dim: int) -> ShardedTensor:
+    """Return the sequence of which each rank has such a part."""
+    return from_part(part, mesh, dim, [part.shape[dim]] * mesh.size())
 
 
 def _is_balanced() -> bool:
