@@ -355,7 +355,7 @@ def test_steps_that_would_break_the_promise_are_refused(forked: Forked):
     for one in ended:
         assert one.value is not None, one.output
         # the vote; running mean, variance and count of the norm; nothing over a store
-        assert one.value["costs"] == [[["all_reduce"], 2 * 14 + 1, []]] * 3
+        assert one.value["costs"] == [[["all_to_all"], 2 * 14 + 1, []]] * 3
         save, outside, without_an_end, without_a_vote, communicating = one.value["errors"]
         assert save.startswith("ValueError: job.save(): write ElasticJob(..., checkpoint=folder)")
         assert outside.startswith("RuntimeError: optimizer.step() outside of `with job.attempt()`")
