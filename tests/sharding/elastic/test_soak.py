@@ -8,6 +8,7 @@ faults that its ranks have come to (`-rP` shows them).
 from __future__ import annotations
 
 import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -181,6 +182,7 @@ def test_random_faults(forked: Forked, replays: Replays, tmp_path: Path, seeds: 
         error = job.exception()
         if isinstance(error, Exception):
             error.add_note(f"seed {seed}: {plan(seed)}")
+            traceback.print_exception(error)
             failed.append(error)
         else:
             print(job.result())
