@@ -280,7 +280,7 @@ def rows_of(index: int, mesh: sm.DeviceMesh) -> list[Tensor]:
     faults.begin(index)
     generator = torch.Generator().manual_seed(index)
     batch = [torch.randn(ROWS, width, generator=generator) for width in (5, 3)]
-    return [z.chunk(mesh.size("d"))[mesh.get_local_rank("d")] for z in batch]
+    return [z.tensor_split(mesh.size("d"))[mesh.get_local_rank("d")] for z in batch]
 
 
 def pipelined_step(state: dict[str, Any], batch: list[Tensor], mesh: sm.DeviceMesh) -> float:
