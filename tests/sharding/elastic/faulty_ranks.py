@@ -67,7 +67,9 @@ class Faults:
         self.reach("data")
 
     def reach(self, place: str) -> None:
-        """Fail if there is a fault of this step here."""
+        """Fail if there is a fault of this step here; not in the build with which the job begins."""
+        if place == "build" and not self._begun:
+            return
         kind = self._coming.pop((self.step, place), "")
         if kind:
             print(f"fault: {kind} in {place} of step {self.step}", flush=True)
