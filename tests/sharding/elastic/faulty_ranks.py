@@ -67,7 +67,7 @@ class Faults:
         self.reach("data")
 
     def reach(self, place: str) -> None:
-        """Fail if there is a fault of this step here; not in the build with which the job begins."""
+        """Fail if there is a fault of this step here; not in the first build of a job."""
         if place == "build" and not self._begun:
             return
         kind = self._coming.pop((self.step, place), "")
