@@ -21,7 +21,7 @@ from tests.forked import Ended, Forked, by_hand
 from tests.sharding.elastic.faulty_ranks import LOST, STEPS, Fault, shape_for, train, train_from
 
 LIMIT_S = 200.0
-STALL_S = "10"  # after which a rank that is stopped counts as hung: healthy ones may be slow here
+STALL_S = "15"  # after which a rank that is stopped counts as hung: healthy ones may be slow here
 EXIT_S = "8"  # of which 0.8 pass until such a rank is ended
 SAVE_EVERY = 2  # as of `train`
 
