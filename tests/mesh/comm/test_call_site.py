@@ -94,8 +94,7 @@ def test_finalizers_that_take_locks_do_not_deadlock_the_interpreter():
     """Run in a separate process, since the deadlock could not be interrupted."""
     program = """
 import gc, threading
-from shardmesh.mesh.comm import call_site
-from shardmesh.mesh.comm.call_site import frame_of_thread, main_thread_stack
+from shardmesh.mesh.comm.call_site import frame_of_thread
 
 lock, ident, stop = threading.RLock(), threading.get_ident(), threading.Event()
 
