@@ -35,7 +35,7 @@ _LOOPBACK = "127.0.0.1"
 _TO_RESOLVE_S = 2.0
 _ANSWER_S = 5.0  # of a store that is there; then it is asked again
 _LOOK_S = 0.02  # between looks at whether the host has ended, while a question is under way
-_TO_END_S = 5.0  # that a process waits at its end for a store which does not answer
+_TO_END_S = 15.0  # that a process waits at its end for a call of a store, tried again for so long
 
 
 class StoreAddress(NamedTuple):
