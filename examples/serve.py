@@ -397,7 +397,7 @@ class Decoder(nn.Module):
             places: of the tokens in the keys and values, in which they are written.
             cache: for each layer, keys and values of a fixed length.
         """
-        layers = [FilledPlaces(keys, values, places) for keys, values in cache]
+        layers: list[Any] = [FilledPlaces(keys, values, places) for keys, values in cache]
         return self.model(
             input_ids=ids,
             attention_mask=mask,

@@ -57,6 +57,7 @@ CASES: list[tuple[str, str, tuple[Any, ...]]] = [
     ("parallel.test_uneven_inputs", "test_loops_without_end", ()),
     ("parallel.pipeline.stages.test_dependencies", "test_decoding_with_caches", (2,)),
     ("parallel.pipeline.test_tied", "test_copies_with_other_layouts", ()),
+    ("parallel.pipeline.test_experts", "test_experts_over_an_axis", ("1f1b", ["blocks.1"])),
     (
         "parallel.pipeline.test_training",
         "test_an_infinity_in_one_stage_skips_the_step_in_all",

@@ -92,14 +92,19 @@ class TokenDispatch:
         self._ranks = ranks
         self._places = places
         self._drops = drops
+        self._counts: list[list[int]] | None = None
 
-    @cached_property
+    # No cached property waits for other ranks: in Python 3.11 all instances share its lock, which a
+    # rank in a thread would hold meanwhile.
+    @property
     def counts(self) -> list[list[int]]:
         """[source, expert]: the number of rows that each rank sends to each expert, on all ranks.
 
         Raises:
             ValueError: see `make_dispatch`.
         """
+        if self._counts is not None:
+            return self._counts
         counts = self._wait()
         wrong = counts[:, -1].tolist()
         if any(wrong):
@@ -109,9 +114,10 @@ class TokenDispatch:
                 f"moe: tokens choose experts that do not exist (by rank: {by_rank}); choices are "
                 f"from 0 to {last}"
             )
-        return [counts[i, :-1].tolist() for i in self._places]
+        self._counts = [counts[i, :-1].tolist() for i in self._places]
+        return self._counts
 
-    @cached_property
+    @property
     def slots(self) -> Tensor:
         """The flat index of (token, choice) for each row that is sent, in sending order."""
         return self._order[: sum(self._send_sizes)] if self._drops else self._order
