@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any, get_args
 
 from .description import Description
+from .exact import Check
 from .form import AXES, Form, Recompute, why_not
 from .measure import Measured
 from .memory import Memory, peak_memory, size
@@ -30,6 +31,7 @@ class Candidate:
         time: seconds by part.
         rank: the rank of the pipeline that holds most.
         memory: what it holds.
+        checked: its program by `eval_shape`; None if it has not been evaluated.
         measured: how it ran on devices; None if it has not been run.
     """
 
@@ -37,6 +39,7 @@ class Candidate:
     time: StepTime
     rank: int
     memory: Memory
+    checked: Check | None = None
     measured: Measured | None = None
 
 

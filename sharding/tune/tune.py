@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from ...mesh.topology import Topology
+from . import exact
 from .description import IMBALANCE, Description, Loss
 from .devices import Device, device_of
 from .form import Form, check_field, why_not
@@ -43,6 +44,7 @@ def tune(
     imbalance: float = IMBALANCE,
     build: str | None = None,
     top: int = 5,
+    check: int = 3,
 ) -> Tuning:
     """tune(model, batch, devices=64) -> Tuning: choose how a model is trained on many devices.
 
@@ -72,6 +74,9 @@ def tune(
             compute, over the mean.
         build: lines of a function `build()` for the program.
         top: the number of forms in the table.
+        check: for how many of the fastest forms the program itself is evaluated by `eval_shape`, on
+            the rank that holds most and on the busiest one. A form whose program does not fit is
+            left out.
 
     Raises:
         ValueError: an unknown device or field; an imbalance below 1; a model without blocks that
@@ -109,6 +114,9 @@ def tune(
 
     finalists = [replace(c, time=time_of(c.form)) for c in searched.fitting[:_FINALISTS]]
     finalists.sort(key=lambda candidate: candidate.time.total)
+    finalists, too_large = _checked(finalists, described, usable, check)
+    if not finalists:
+        raise ValueError(f"tune: no form fits: {'; '.join(too_large)}")
     best = finalists[0]
     shown = finalists[:top]
     if near is not None and near.devices == devices and why_not(near, described) is None:
@@ -122,7 +130,7 @@ def tune(
     }
     return Tuning(
         tuple(shown),
-        tuple(reasons(replace(searched, best_of=best_of), best, usable, in_node)),
+        (*too_large, *reasons(replace(searched, best_of=best_of), best, usable, in_node)),
         searched.tried,
         len(searched.fitting),
         usable,
@@ -130,6 +138,37 @@ def tune(
         prices,
         build or hugging_face_build(PLACEHOLDER),
     )
+
+
+def _checked(
+    finalists: Sequence[Candidate], model: Description, usable: float, count: int
+) -> tuple[list[Candidate], list[str]]:
+    """Evaluate the programs of the first few forms that fit.
+
+    Returns:
+        The forms, without those whose program needs more memory than is usable; and of these, what
+        it needs.
+    """
+    kept: list[Candidate] = []
+    too_large: list[str] = []
+    for candidate in finalists:
+        if len(kept) >= count:
+            kept.append(candidate)
+            continue
+        result = exact.check(
+            candidate.form,
+            model,
+            holds_most=candidate.rank,
+            memory=candidate.memory.total,
+            busiest=candidate.time.rank,
+            moved=sum(candidate.time.moved.values()),
+        )
+        if result.peak > usable:
+            needs = f"{size(result.peak)} of {size(usable)}"
+            too_large.append(f"{candidate.form}: its program needs {needs}")
+        else:
+            kept.append(replace(candidate, checked=result))
+    return kept, too_large
 
 
 def _nothing(

@@ -20,6 +20,7 @@ from shardmesh.__main__ import main
 from shardmesh.mesh.comm.null import null_world
 from shardmesh.mesh.comm.report import CommReport
 from shardmesh.sharding.abstract.peak_memory import PeakMemory
+from shardmesh.parallel import register_moe
 from shardmesh.sharding.parallel.experts import token_dispatch
 from shardmesh.sharding.tune.description import Description
 from shardmesh.sharding.tune.devices import device_of
@@ -283,13 +284,16 @@ def measured(form: Form, folder: Path) -> tuple[int, CommReport]:
         tokens = experts.shape[0]
         first = sm.arange(tokens, device_mesh=experts.mesh)[:, None]
         chosen = (first + torch.arange(CHOICES)) % EXPERTS
-        return names["by_moe"](module, rows, chosen.redistribute(experts.spec), weights)
+        return by_moe(module, rows, chosen.redistribute(experts.spec), weights)
 
     def own_counts(counts: torch.Tensor, mesh: Any, axes: tuple[str, ...]) -> torch.Tensor:
         gathered = all_counts(counts, mesh, axes)
         return counts.expand_as(gathered).clone()
 
-    ALL_EXPERTS_FUNCTIONS.register("moe", in_turn)
+    name = register_moe("ep")
+    by_moe = ALL_EXPERTS_FUNCTIONS[name]
+    names["register_moe"] = lambda axis: "in turn"
+    ALL_EXPERTS_FUNCTIONS.register("in turn", in_turn)
     all_counts = token_dispatch._all_counts
     memory, report = PeakMemory("cpu"), sm.debug.comm_report()
     reports: list[CommReport] = []
