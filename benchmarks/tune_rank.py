@@ -6,11 +6,12 @@
 First the ranks of this machine are measured together, as they run: products, attention, a norm with
 a gated activation, and the shortest operator, forward and backward, and sums in bfloat16;
 `sm.topology.calibrate` measures links. These price every form, and nothing is fitted to the steps.
-There may be more ranks than cores: one that waits leaves its core to the others. Then the printed programs run in rounds: in each, four processes
-start once and run all forms one after the other, in another order, so that a slow minute of the
-machine does not meet the same form twice. A form's time is the median of its rounds, and its spread
-that of the fastest and the slowest one. A form that fails, or does not end, is left out, and the
-round goes on with the others.
+There may be more ranks than cores: one that waits leaves its core to the others.
+
+Then the printed programs run in rounds: in each, four processes start once and run all forms one
+after the other, in another order, so that a slow minute of the machine does not meet the same form
+twice. A form's time is the median of its rounds, and its spread that of the fastest and the slowest
+one. A form that fails, or does not end, is left out, and the round goes on with the others.
 
 What is printed is Spearman's rank correlation of both orders, and how much longer than the fastest
 form the one takes that is predicted to be the fastest. The machine should do nothing else.

@@ -64,12 +64,12 @@ class Device:
 
 # Fractions. Matrix products: 70 % of the peak, and at least 7 us for a kernel, as AutoParallel
 # (meta-pytorch) takes. Attention: torch's scaled_dot_product_attention runs FlashAttention-2, which
-# reaches 35 % of an H100, 32 % in backward (Shah et al. 2024, arXiv 2407.08608, figure 6: 318
-# TFLOP/s with heads of 128 and 8,192 positions), and 70 % and 63 % of an A100 (Dao 2023, arXiv
-# 2307.08691, section 4.1). Other operators: 80 % of the memory's bandwidth. Collectives: NCCL's all_gather of
-# FSDP launches 24 blocks, each of which occupies one of an H100's 132 multiprocessors (NVIDIA's
-# developer forum, topic 337991); computation next to collectives was measured to take 18.9 % longer
-# on average, on A100, H100, MI210 and MI250 (arXiv 2507.03114).
+# reaches 35 % of an H100, and 32 % in backward (Shah et al. 2024, arXiv 2407.08608: 318 TFLOP/s
+# with heads of 128 and 8,192 positions), and 70 % and 63 % of an A100 (Dao 2023, arXiv 2307.08691).
+# Other operators: 80 % of the memory's bandwidth. Collectives: NCCL's all_gather of FSDP launches
+# 24 blocks, each of which occupies one of an H100's 132 multiprocessors (NVIDIA's developer forum,
+# topic 337991); computation next to collectives was measured to take 18.9 % longer on average, on
+# A100, H100, MI210 and MI250 (arXiv 2507.03114).
 #
 # A device with a limit of power below that of its data sheet computes at a lower clock. The power
 # of a circuit grows with clock times voltage squared, and voltage with the clock, so the clock goes

@@ -5,8 +5,10 @@
     microbatches            pipeline    all of them
                             else        1 and 2; later ones receive and hold what the second does
 
-Bytes are exact. The peak is the larger of several sums that grow with the number of blocks, and a
-line through two of its values may pass below it, if another sum is the largest with more blocks.
+It runs as rank 0, alone; later ranks of a pipeline learn the shapes of activations from messages,
+which have no values here. Bytes are exact. The peak is the larger of several sums that grow with
+the number of blocks, and a line through two of its values may pass below it, if another sum is the
+largest with more blocks.
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ from ..layout.spec import P
 from ..tensor.sharded_tensor import ShardedTensor
 from .description import Description, stage_layers
 from .form import Form
-from .memory import stages_of_rank
+from .memory import memory_of, stages_of_rank
 from .program import mesh_axes, program_text
+from .step_time import StepTimes
 
 _MOST_BLOCKS = 8  # of a rank, that run as they are
 _FEW, _MORE = 4, 6  # blocks of a stage in a shorter model
@@ -41,16 +44,14 @@ _SMALL = 64  # bytes of a collective of a few numbers: a loss, the norm of gradi
 
 @dataclass(frozen=True)
 class Exact:
-    """What a step of the program needs on a rank.
+    """What a step of the program needs on rank 0.
 
     Attributes:
-        rank: of the pipeline.
         peak: the most bytes of tensors that are alive at one time.
         received: bytes received over each axis, as in `StepTime.moved`.
         launches: collectives over each axis, without those of a few numbers.
     """
 
-    rank: int
     peak: float
     received: dict[str, float]
     launches: dict[str, float]
@@ -58,11 +59,11 @@ class Exact:
 
 @dataclass(frozen=True)
 class Check:
-    """A form's program next to what was computed of it.
+    """A form's program next to what was computed of it, on rank 0.
 
     Attributes:
-        peak: the most bytes on the rank that is to hold most.
-        received: bytes over each axis on the rank that is to be the busiest.
+        peak: the most bytes of tensors that are alive at one time.
+        received: bytes over each axis.
         memory_error, bytes_error: what was computed over the program's, less one; 0.02 is 2 % more.
         why_not: why the program was not evaluated; the others are 0 then.
     """
@@ -74,30 +75,21 @@ class Check:
     why_not: str = ""
 
 
-def check(
-    form: Form, model: Description, *, holds_most: int, memory: float, busiest: int, moved: float
-) -> Check:
-    """Evaluate a form's program on two ranks of the pipeline, and compare.
-
-    Args:
-        holds_most: the rank that is to hold most.
-        memory: the bytes that it is to hold.
-        busiest: the rank that is to take longest.
-        moved: the bytes that it is to receive.
-    """
+def check(form: Form, model: Description, times: StepTimes) -> Check:
+    """Evaluate a form's program, and compare what was computed for the rank that it runs as."""
     reason = why_not_evaluated(form, model)
     if reason is not None:
         return Check(why_not=reason)
     try:
-        fullest = evaluate(form, model, holds_most)
-        slowest = fullest if busiest == holds_most else evaluate(form, model, busiest)
+        program = evaluate(form, model)
     except (RuntimeError, ValueError) as error:  # such as one of a model that reads values
         return Check(why_not=shortened(str(error), 200))
-    received = sum(slowest.received.values())
+    received = sum(program.received.values())
+    moved = sum(times.of(form, rank=0).moved.values())
     return Check(
-        fullest.peak,
-        slowest.received,
-        memory / fullest.peak - 1,
+        program.peak,
+        program.received,
+        memory_of(form, model, 0).total / program.peak - 1,
         moved / received - 1 if received else 0.0,
     )
 
@@ -110,16 +102,13 @@ def why_not_evaluated(form: Form, model: Description) -> str | None:
         return "compiled blocks run on devices alone"
     if form.regather:
         return "the program saves what it gathers"
-    if model.kinds > 1 and _blocks(form, model, 0) > _MOST_BLOCKS:
+    if model.kinds > 1 and _blocks(form, model) > _MOST_BLOCKS:
         return "blocks are of several kinds"
     return None
 
 
-def evaluate(form: Form, model: Description, rank: int = 0) -> Exact:
-    """Return what a step of the program needs on the first rank at a place of the pipeline.
-
-    Args:
-        rank: the place, 0 without a pipeline.
+def evaluate(form: Form, model: Description) -> Exact:
+    """Return what a step of the program needs on rank 0.
 
     Raises:
         ValueError: see `why_not_evaluated`.
@@ -127,20 +116,21 @@ def evaluate(form: Form, model: Description, rank: int = 0) -> Exact:
     reason = why_not_evaluated(form, model)
     if reason is not None:
         raise ValueError(f"{form} is not evaluated: {reason}")
-    whole = _blocks(form, model, rank)
+    whole = _blocks(form, model)
     if whole <= _MOST_BLOCKS:
-        return _of_microbatches(form, model, rank)
+        return _of_microbatches(form, model)
     few, more = (
-        _of_microbatches(form, _shortened(model, count * form.pp * form.stages), rank)
+        _of_microbatches(form, _shortened(model, count * form.pp * form.stages))
         for count in (_FEW, _MORE)
     )
     steps = (whole - _FEW * form.stages) / ((_MORE - _FEW) * form.stages)
     return _on_line(few, more, steps)
 
 
-def _blocks(form: Form, model: Description, rank: int) -> int:
+def _blocks(form: Form, model: Description) -> int:
+    """Return the number of blocks of rank 0."""
     layers = stage_layers(model.layers, form.pp * form.stages)
-    return sum(layers[stage] for stage in stages_of_rank(form, rank))
+    return sum(layers[stage] for stage in stages_of_rank(form, 0))
 
 
 def _shortened(model: Description, blocks: int) -> Description:
@@ -165,21 +155,20 @@ def _on_line(first: Exact, second: Exact, steps: float) -> Exact:
         return {axis: line(one.get(axis, 0.0), value) for axis, value in two.items()}
 
     return Exact(
-        first.rank,
         line(first.peak, second.peak),
         lines(first.received, second.received),
         lines(first.launches, second.launches),
     )
 
 
-def _of_microbatches(form: Form, model: Description, rank: int) -> Exact:
+def _of_microbatches(form: Form, model: Description) -> Exact:
     if form.pp > 1 or form.microbatches <= 2:
-        return _run(form, model, rank)
-    one, two = (_run(replace(form, microbatches=count), model, rank) for count in (1, 2))
+        return _run(form, model)
+    one, two = (_run(replace(form, microbatches=count), model) for count in (1, 2))
     return replace(_on_line(one, two, form.microbatches - 1), peak=two.peak)
 
 
-def _run(form: Form, model: Description, rank: int) -> Exact:
+def _run(form: Form, model: Description) -> Exact:
     """Run two steps of the program, and count the second; the first makes the optimizer's state."""
     axes = mesh_axes(form)
     data = tuple(axis for axis in ("dp", "fsdp") if axis in axes)
@@ -198,12 +187,11 @@ def _run(form: Form, model: Description, rank: int) -> Exact:
         parts = (torch.empty(layout.local_shape, dtype=dtype, device="meta") for _ in range(2))
         return tuple(ShardedTensor._make(part, layout) for part in parts)
 
-    first = rank * (form.devices // form.pp)  # "pp" is the outermost axis
-    with null_world(form.devices, first), memory, _FusedAttention():
+    with null_world(form.devices, 0), memory, _FusedAttention():
         main(rows_of)
         report.__exit__(None, None, None)
     received, launches = _by_axis(reports[0])
-    return Exact(rank, float(memory.peak), received, launches)
+    return Exact(float(memory.peak), received, launches)
 
 
 def _main(form: Form, model: Description) -> Callable[[Callable[..., Any]], None]:

@@ -52,7 +52,7 @@ class StepTime:
         copies: out of gathered buffers, and of gradients into the buffers that are reduced.
         bubble: the pipeline's idle time.
         optimizer: clipping and AdamW's step.
-        rank: of the pipeline, the busiest.
+        rank: of the pipeline.
         moved: bytes that the rank receives over each axis.
         launches: collectives over each axis, without sums of a few numbers (the loss, the norm of
             gradients) and without those of gradients over dp, which come in buckets.
@@ -220,11 +220,12 @@ class StepTimes:
         self._model, self._prices = model, prices
         self._units: dict[Any, _Units] = {}
 
-    def of(self, form: Form, *, simulate: bool = False) -> StepTime:
+    def of(self, form: Form, *, simulate: bool = False, rank: int | None = None) -> StepTime:
         """Return the time of a step.
 
         Args:
             simulate: run the pipeline's schedule, in place of the formula of its bubble.
+            rank: of the pipeline; by default the busiest.
         """
         model, prices = self._model, self._prices
         costs = model.costs(form.tp, form.sequence_parallel, form.compiled)
@@ -260,10 +261,11 @@ class StepTimes:
             backwards.append(backward + (shard_backward if per_microbatch else 0.0))
             shard_times.append(form.gathers * shard_forward + form.reductions * shard_backward)
 
-        rank = max(
-            range(form.pp),
-            key=lambda rank: sum(forwards[s] + backwards[s] for s in stages_of_rank(form, rank)),
-        )
+        if rank is None:
+            rank = max(
+                range(form.pp),
+                key=lambda one: sum(forwards[s] + backwards[s] for s in stages_of_rank(form, one)),
+            )
         own = stages_of_rank(form, rank)
         m = form.microbatches
         blocks = sum(split.layers[stage] for stage in own)
@@ -392,9 +394,7 @@ class StepTimes:
                 forward,
                 backward,
                 self._pass(costs.edges.forward, costs.edges, form, sends=1),
-                self._pass(
-                    costs.edges.backward, costs.edges, form, sends=3, is_backward=True
-                ),
+                self._pass(costs.edges.backward, costs.edges, form, sends=3, is_backward=True),
             )
             self._units[key] = units
         return units

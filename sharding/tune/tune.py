@@ -74,9 +74,8 @@ def tune(
             compute, over the mean.
         build: lines of a function `build()` for the program.
         top: the number of forms in the table.
-        check: for how many of the fastest forms the program itself is evaluated by `eval_shape`, on
-            the rank that holds most and on the busiest one. A form whose program does not fit is
-            left out.
+        check: for how many of the fastest forms the program itself is evaluated, as `eval_shape`
+            evaluates functions. A form whose program does not fit is left out.
 
     Raises:
         ValueError: an unknown device or field; an imbalance below 1; a model without blocks that
@@ -94,6 +93,8 @@ def tune(
     chosen = device_of(device)
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
         raise ValueError(f"tune(devices={devices!r}): a whole number from 1")
+    if isinstance(check, bool) or not isinstance(check, int) or check < 0:
+        raise ValueError(f"tune(check={check!r}): a whole number from 0")
     if memory is not None:
         chosen = replace(chosen, memory=memory)
     in_node = node or (topology.node_size if topology is not None else None) or _DEFAULT_NODE
@@ -114,7 +115,7 @@ def tune(
 
     finalists = [replace(c, time=time_of(c.form)) for c in searched.fitting[:_FINALISTS]]
     finalists.sort(key=lambda candidate: candidate.time.total)
-    finalists, too_large = _checked(finalists, described, usable, check)
+    finalists, too_large = _checked(finalists, described, times, usable, check)
     if not finalists:
         raise ValueError(f"tune: no form fits: {'; '.join(too_large)}")
     best = finalists[0]
@@ -141,7 +142,11 @@ def tune(
 
 
 def _checked(
-    finalists: Sequence[Candidate], model: Description, usable: float, count: int
+    finalists: Sequence[Candidate],
+    model: Description,
+    times: StepTimes,
+    usable: float,
+    count: int,
 ) -> tuple[list[Candidate], list[str]]:
     """Evaluate the programs of the first few forms that fit.
 
@@ -155,14 +160,7 @@ def _checked(
         if len(kept) >= count:
             kept.append(candidate)
             continue
-        result = exact.check(
-            candidate.form,
-            model,
-            holds_most=candidate.rank,
-            memory=candidate.memory.total,
-            busiest=candidate.time.rank,
-            moved=sum(candidate.time.moved.values()),
-        )
+        result = exact.check(candidate.form, model, times)
         if result.peak > usable:
             needs = f"{size(result.peak)} of {size(usable)}"
             too_large.append(f"{candidate.form}: its program needs {needs}")

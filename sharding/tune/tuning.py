@@ -26,8 +26,8 @@ _MFU = (
 
 
 _PROGRAM = (
-    "program: by how much memory and received bytes in this table differ from those of the printed "
-    "program, by eval_shape of its second step"
+    "program: by how much memory and received bytes by these formulas differ from those of the "
+    "printed program, evaluated as rank 0"
 )
 
 # others gather

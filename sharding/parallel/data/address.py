@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def address_of(x: Tensor) -> Any:
-    """Return a value that is the same for tensors that begin at the same memory; 0 for no elements."""
+    """Return a value that tensors share that begin at the same memory; 0 if it has no elements."""
     if not x.is_meta:
         return x.data_ptr()
     storage: Any = x.untyped_storage()

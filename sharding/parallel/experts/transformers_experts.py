@@ -1,9 +1,9 @@
 """Experts of transformers by `moe`, as a function of transformers' interface for experts.
 
-    has_gate         gate_up_proj [e 2f d], and `_apply_gate`     without: up_proj [e f d], and `act_fn`
-                     down_proj [e d f]
+    has_gate         gate_up_proj [e 2f d] and `_apply_gate`, down_proj [e d f]
+      not            up_proj [e f d] and `act_fn`, down_proj [e d f]
     is_transposed    [e d 2f] and [e f d]
-    has_bias         gate_up_proj_bias [e 2f], down_proj_bias [e d]
+    has_bias         also gate_up_proj_bias [e 2f], down_proj_bias [e d]
 
 These are what modules of the interface say of themselves; see `transformers.integrations.moe`.
 """
@@ -25,9 +25,9 @@ _FLAGS = ("has_gate", "has_bias", "is_transposed")
 def register_moe(axis: str | tuple[str, ...] = "ep") -> str:
     """register_moe("ep") -> "moe over ep": let experts of transformers be computed by `moe`.
 
-    Adds a function to `transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS`, which sends each row to
-    the ranks of its experts. The stacks of matrices are split along dim 0 over the axis by a plan;
-    so is the batch.
+    Adds a function to `transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS`, which sends each row
+    to the ranks of its experts. A plan splits the stacks of matrices along dim 0 over the axis,
+    which splits the batch, too.
 
     Args:
         axis: the axis, or axes, over which experts are split, as in `moe`.
@@ -44,7 +44,8 @@ def register_moe(axis: str | tuple[str, ...] = "ep") -> str:
 
     Example:
         >>> model.set_experts_implementation(register_moe("ep"))
-        >>> plan = {f"model.layers.*.mlp.experts.{name}": P("ep") for name in ("gate_up_proj", "down_proj")}
+        >>> experts = "model.layers.*.mlp.experts"
+        >>> plan = {f"{experts}.gate_up_proj": P("ep"), f"{experts}.down_proj": P("ep")}
         >>> parallelize(model, mesh, plan)
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS

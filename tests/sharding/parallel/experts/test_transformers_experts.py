@@ -101,7 +101,9 @@ def test_an_axis_has_a_name_of_its_own():
 
 def test_experts_that_moe_cannot_compute():
     assert why_not_moe(experts_of()) is None
-    assert why_not_moe(nn.Linear(2, 2)) == "Linear is not one of transformers' interface for experts"
+    assert (
+        why_not_moe(nn.Linear(2, 2)) == "Linear is not one of transformers' interface for experts"
+    )
     normed = experts_of(has_post_expert_norm=True)
     assert why_not_moe(normed) == "SomeExperts has a norm after each expert"
     biased = experts_of()
