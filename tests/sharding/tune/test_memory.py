@@ -139,9 +139,7 @@ def test_memory_and_bytes_of_the_program(form, described, folder):
     memory = memory_of(form, described, 0)
     assert memory.total == pytest.approx(peak, rel=MEMORY)
     device = device_of("h100")
-    time = StepTimes(described, Prices(device, device.topology(8), 8)).of(form)
-    if form.pp > 1:  # rank 0 alone runs
-        return
+    time = StepTimes(described, Prices(device, device.topology(8), 8)).of(form, rank=0)
     assert sum(time.moved.values()) == pytest.approx(report.bytes_received, rel=BYTES)
     launches = collectives(report)
     tp = launches.pop("tp", 0)
@@ -152,13 +150,13 @@ def test_memory_and_bytes_of_the_program(form, described, folder):
 def collectives(report: CommReport) -> dict[str, int]:
     """Return the launches over each axis, without sums of a few numbers, and over dp."""
     launches: dict[str, int] = {}
-    for source, use in report._usage.items():
+    for source, (count, received) in report.by_source.items():
         axis = source.axis
-        if use.received <= 64 * use.launches or axis.startswith("dp"):
+        if received <= 64 * count or axis.startswith("dp"):
             continue
         if source.op in ("all_gather", "reduce_scatter") and axis != "tp":
             axis = "fsdp"  # over the shards, whatever their axes are
-        launches[axis] = launches.get(axis, 0) + use.launches
+        launches[axis] = launches.get(axis, 0) + count
     return launches
 
 
@@ -169,10 +167,12 @@ RANKS = [
 
 
 @pytest.mark.parametrize("form", [*map(slow, RANKS)], ids=str)
-def test_memory_of_every_rank_of_a_pipeline(form, described, folder):
+def test_memory_and_bytes_of_every_rank_of_a_pipeline(form, described, folder):
     """On simulated ranks, whose messages are copied in one process: a rank then takes up to 5 %
     more than alone.
     """
+    device = device_of("h100")
+    times = StepTimes(described, Prices(device, device.topology(8), 8))
     names, begins = program(form, described, folder), {}
     rows_of = names["rows_of"]
 
@@ -180,15 +180,23 @@ def test_memory_of_every_rank_of_a_pipeline(form, described, folder):
         memory = begins[sm.process_index()]
         if step == 1:
             memory.peak = memory.live
+            context = comm_report()
+            reports[sm.process_index()] = context, context.__enter__()
         return rows_of(step, mesh)
 
-    def rank() -> int:
+    reports: dict[int, tuple[Any, CommReport]] = {}
+
+    def rank() -> tuple[int, CommReport]:
         memory = begins[sm.process_index()] = PeakMemory("cpu")
         with memory:
             names["main"](device="cpu", steps=2)
-        return memory.peak
+        context, report = reports[sm.process_index()]
+        context.__exit__(None, None, None)
+        return memory.peak, report
 
     names["rows_of"] = begin
-    peaks = sm.simulate(form.devices)(rank)()
-    for number, peak in enumerate(peaks):
+    for number, (peak, report) in enumerate(sm.simulate(form.devices)(rank)()):
         assert memory_of(form, described, number).total == pytest.approx(peak, rel=SIMULATED)
+        time = times.of(form, rank=number)
+        assert sum(time.moved.values()) == pytest.approx(report.bytes_received, rel=BYTES)
+        assert collectives(report) == time.launches
