@@ -53,7 +53,8 @@ def program_text(form: Form, model: Description, build: str, node: int) -> str:
     names += ["balance_sequence"] if form.balanced else []
     is_fsdp = bool(shards) and form.zero == 3
     names += ["register_moe"] if has_experts else []
-    names += ["fully_shard"] if has_experts and form.fsdp == 1 else []
+    gathers_experts = has_experts and form.zero == 3
+    names += ["fully_shard"] if gathers_experts and form.fsdp == 1 else []
     names += [] if has_pipeline else ["fully_shard" if is_fsdp else "data_parallel", "materialize"]
     names += ["pipeline"] if has_pipeline else []
     names += ["parallelize"] if plan and not has_pipeline else []
@@ -77,7 +78,7 @@ def program_text(form: Form, model: Description, build: str, node: int) -> str:
         *_imports(form),
         "",
         "import shardmesh as sm",
-        f"from shardmesh import P{', compat' if has_experts and form.fsdp > 1 else ''}",
+        f"from shardmesh import P{', compat' if gathers_experts and form.fsdp > 1 else ''}",
         f"from shardmesh.parallel import {', '.join(sorted({*names}, key=str.lower))}",
         "",
         f"MESH = {{{sizes}}}",
@@ -215,10 +216,14 @@ _USE_MOE = ['    model.set_experts_implementation(register_moe("ep"))']
 def _split_experts(form: Form) -> list[str]:
     """Return the lines of a function that shares experts among the ranks of fsdp.
 
-    Each is split in dim 1, as a rank may have fewer experts than there are ranks.
+    With zero=3 each is split in dim 1, as a rank may have fewer experts than there are ranks.
     """
     axes = ["dp", "fsdp"] if form.dp > 1 else ["fsdp"]
-    if form.fsdp == 1:
+    if form.zero < 3:
+        gradient = ', gradient="fsdp"' if form.zero == 2 else ""
+        options = f'{gradient}, optimizer="fsdp", mp_policy=policy'
+        share = [f"            data_parallel(module, mesh{options})"]
+    elif form.fsdp == 1:
         share = ['            fully_shard(module, mesh, axes="fsdp", mp_policy=policy)']
     else:
         share = [

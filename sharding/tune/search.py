@@ -118,7 +118,7 @@ def _inner_forms(
     if base.pp > 1 and allowed("schedule", ["gpipe", "1f1b"]) == ["gpipe"]:
         schedules = (("gpipe", 1),)  # it holds more than 1f1b: only if it is asked for
     gathers = ("microbatch", "step") if base.pp > 1 and base.shards > 1 else ("microbatch",)
-    takes_zero = base.shards > 1 and base.pp == base.dp == base.ep == 1
+    takes_zero = base.shards > 1 and base.pp == base.dp == 1
     zeros = (3, 2, 1) if takes_zero or not allowed("zero", [3]) else (3,)
     for n, split, (schedule, stages), recompute, gather, zero in product(
         counts,

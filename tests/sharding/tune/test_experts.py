@@ -64,6 +64,10 @@ def config_of(name: str, **options: Any) -> Any:
         sizes |= SIZES
     if name in ("mixtral", "larger"):
         return transformers.MixtralConfig(**sizes, num_local_experts=EXPERTS)
+    if name == "gpt-oss":
+        return transformers.GptOssConfig(
+            **sizes, num_local_experts=EXPERTS, head_dim=8, sliding_window=8
+        )
     if name == "qwen2":
         return transformers.Qwen2MoeConfig(
             **sizes,
@@ -103,7 +107,7 @@ def described(name: str = "mixtral") -> Description:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("mixtures")
-    for name in ("mixtral", "qwen2", "deepseek", "larger"):
+    for name in ("mixtral", "qwen2", "gpt-oss", "deepseek", "larger"):
         (path / name).mkdir()
         (path / name / "config.json").write_text(json.dumps(config_of(name).to_dict()))
     return path
@@ -152,7 +156,10 @@ def test_the_busiest_rank_decides():
             Form(ep=2, recompute="selective"),
             "ep=2: selective recomputation does not take the exchange of rows",
         ),
-        (Form(ep=2, zero=1), "ep=2 zero=1: experts are split with zero=3"),
+        (
+            Form(fsdp=4, ep=2, zero=1),
+            "ep=2 fsdp=4 zero=1: 4 does not divide the 2 experts of a rank",
+        ),
     ],
     ids=str,
 )
@@ -261,6 +268,9 @@ FORMS = {
         "mixtral",
         Form(pp=2, fsdp=2, ep=2, rows=1, microbatches=2, gather="step", schedule="zb_h1"),
     ),
+    "fsdp, ep, zero 1": ("mixtral", Form(fsdp=2, ep=2, rows=1, microbatches=2, zero=1)),
+    "ep, zero 2": ("mixtral", Form(ep=2, rows=2, microbatches=2, zero=2)),
+    "gpt-oss": ("gpt-oss", Form(fsdp=2, ep=2, rows=2)),
     "qwen2": ("qwen2", Form(ep=2, rows=4)),
     "deepseek": ("deepseek", Form(fsdp=2, ep=2, rows=2)),
 }
