@@ -91,6 +91,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         devices = _count("--devices", arguments.devices)
         rows = _count("--batch", arguments.batch)
         positions = _count("--seq", arguments.seq)
+        checks = _checks(arguments.check)
         model, batch, build = _load(arguments.what, rows, positions, devices or 1)
         measured = _count("--measure", arguments.measure)
         tuning = tune(
@@ -105,7 +106,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
             max_microbatch=_count("--max-microbatch", arguments.max_microbatch),
             imbalance=_factor(arguments.imbalance),
             build=build,
-            check=_checks(arguments.check),
+            check=checks,
             top=max(_count("--top", arguments.top) or 1, measured or 1),
         )
         if measured is not None:
