@@ -91,10 +91,10 @@ def tune(
         >>> print(sm.tune(model, ids, devices=256))
     """
     chosen = device_of(device)
-    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
-        raise ValueError(f"tune(devices={devices!r}): a whole number from 1")
-    if isinstance(check, bool) or not isinstance(check, int) or check < 0:
-        raise ValueError(f"tune(check={check!r}): a whole number from 0")
+    _check_count("devices", devices, 1)
+    _check_count("check", check, 0)
+    if max_microbatch is not None:
+        _check_count("max_microbatch", max_microbatch, 1)
     if memory is not None:
         chosen = replace(chosen, memory=memory)
     in_node = node or (topology.node_size if topology is not None else None) or _DEFAULT_NODE
@@ -139,6 +139,11 @@ def tune(
         prices,
         build or hugging_face_build(PLACEHOLDER),
     )
+
+
+def _check_count(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"tune({name}={value!r}): a whole number from {least}")
 
 
 def _checked(

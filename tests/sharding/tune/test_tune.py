@@ -135,6 +135,14 @@ def test_neighbours_are_compiled_and_regather_as_the_form_is(llama):
     assert [x.form for x in eager.candidates if x.form.compiled] == [near]
 
 
+def test_the_most_rows_of_a_microbatch(llama):
+    options = {"devices": 2, "fix": {"pp": 1, "tp": 1, "recompute": "none"}, "top": 100}
+    rows = {x.form.rows for x in tune(llama, tiny.ids(16), **options).candidates}
+    fewer = tune(llama, tiny.ids(16), **options, max_microbatch=2)
+    assert {x.form.rows for x in fewer.candidates} == {1, 2}
+    assert max(rows) > 2
+
+
 def test_zero_stages(llama):
     """With microbatches FSDP gathers most, and ZeRO-1 holds most."""
     fix = {"fsdp": 4, "tp": 1, "pp": 1, "cp": 1, "rows": 1, "recompute": "none"}
@@ -246,6 +254,7 @@ def test_bytes_of_the_optimizers_step():
     [
         ({"device": "h1000"}, r"unknown device 'h1000': write one of a100, h100"),
         ({"devices": 0}, r"tune\(devices=0\): a whole number from 1"),
+        ({"max_microbatch": 0}, r"tune\(max_microbatch=0\): a whole number from 1"),
         ({"fix": {"zp": 2}}, r"zp=2: a form has the fields pp, dp"),
         ({"memory": 2.1053e9}, r"does not fit on 8 devices h100: .* MB too few; most is .* Take"),
         ({"fix": {"tp": 8}}, r"h100 with tp=8: tp=8 does not divide 4 attention heads"),
