@@ -25,7 +25,7 @@ from ..parallel.pipeline.make_schedule import make_schedule
 from .counts import Phase
 from .description import Costs, Description
 from .form import Form, Group
-from .memory import stages_of_rank
+from .memory import live_microbatches, stages_of_rank
 from .prices import Prices
 
 _IN_USE, _REDUCED, _OWN = 2, 4, 4  # bytes of an element: gathered, summed, and at rest
@@ -54,8 +54,8 @@ class StepTime:
         optimizer: clipping and AdamW's step.
         rank: of the pipeline.
         moved: bytes that the rank receives over each axis.
-        launches: collectives over each axis, without sums of a few numbers (the loss, the norm of
-            gradients) and without those of gradients over dp, which come in buckets.
+        launches: collectives over each axis, and messages sent and received over pp, without sums
+            of a few numbers (the loss, the norm of gradients) and without those of gradients over dp, which come in buckets.
     """
 
     matmul: float
@@ -275,9 +275,13 @@ class StepTimes:
             total = total.plus(units.edge_forward, m).plus(units.edge_backward, m)
         held = sum(split.parameters[stage] for stage in own)
         # Of parameters in use. Blocks are gathered once more for backward; the outermost unit is
-        # not freed until then.
-        in_use = _Elements(held - blocks * block).plus(used, blocks)
-        gathered = _Elements().plus(in_use, form.gathers)
+        # not freed until then, so that forwards before the first backward gather it once.
+        of_edges = _Elements(held - blocks * block)
+        in_use = of_edges.plus(used, blocks)
+        edge_gathers = form.gathers
+        if frees and form.pp > 1 and form.stages == 1:
+            edge_gathers -= int(live_microbatches(form, rank)) - 1
+        gathered = _Elements().plus(of_edges, edge_gathers).plus(used, form.gathers * blocks)
         if frees:
             gathered = gathered.plus(used, form.gathers * blocks)
         reduced = _Elements().plus(in_use, form.reductions)
@@ -307,14 +311,16 @@ class StepTimes:
             "pp": m * stream * messages,
         }
         edges = sum(split.parameters[stage] > split.layers[stage] * block for stage in own)
-        units = edges + blocks * sharing.units(used)
-        again = blocks * sharing.units(used) if frees else 0
+        units = blocks * sharing.units(used)
+        again = units if frees else 0
         launches = {
             "tp": total.tp_launches,
             "cp": total.cp_launches,
             "ep": total.ep_launches,
-            "fsdp": form.gathers * (units + again) + form.reductions * units,
-            "pp": m * messages,
+            "fsdp": edge_gathers * edges
+            + form.gathers * (units + again)
+            + form.reductions * (edges + units),
+            "pp": 2 * m * messages,
         }
         return StepTime(
             matmul=total.matmul,

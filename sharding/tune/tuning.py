@@ -247,8 +247,9 @@ def _program_of(candidate: Candidate) -> str:
 def _unchecked(candidate: Candidate) -> str:
     """Return why a program was not evaluated."""
     checked = candidate.checked
-    is_run = checked is None or not checked.why_not
-    return "" if is_run else f"not run: {candidate.form}: {checked.why_not}"
+    if checked is None or not checked.why_not:
+        return ""
+    return f"not run: {candidate.form}: {checked.why_not}"
 
 
 def _measured_seconds(candidate: Candidate) -> Any:
