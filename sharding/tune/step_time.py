@@ -55,7 +55,8 @@ class StepTime:
         rank: of the pipeline.
         moved: bytes that the rank receives over each axis.
         launches: collectives over each axis, and messages sent and received over pp, without sums
-            of a few numbers (the loss, the norm of gradients) and without those of gradients over dp, which come in buckets.
+            of a few numbers (the loss, the norm of gradients) and without those of gradients over
+            dp, which come in buckets.
     """
 
     matmul: float
