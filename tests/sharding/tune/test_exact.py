@@ -34,7 +34,6 @@ FORMS = [
     Form(dp=2, rows=2, microbatches=2),
     Form(fsdp=2, rows=1, microbatches=4),
     Form(fsdp=4, rows=2, zero=1),
-    Form(pp=4, rows=2, microbatches=4, schedule="zb_h1"),
 ]
 
 
