@@ -27,13 +27,7 @@ BYTES, MEMORY = 0.02, 0.05
 FORMS = [
     Form(fsdp=4, rows=2),
     Form(pp=2, fsdp=2, rows=1, microbatches=4),
-    Form(fsdp=2, tp=2, sequence_parallel=True, rows=4, recompute="selective"),
-    Form(dp=2, fsdp=2, rows=2),
-    Form(fsdp=2, cp=2, rows=4),
-    Form(fsdp=2, tp=2, rows=4, recompute="full"),
     Form(dp=2, rows=2, microbatches=2),
-    Form(fsdp=2, rows=1, microbatches=4),
-    Form(fsdp=4, rows=2, zero=1),
 ]
 
 
