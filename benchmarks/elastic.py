@@ -1,14 +1,17 @@
 """Cost of an elastic job: a step with the vote and without, and the time that a fault costs.
 
-    python benchmarks/elastic.py                 4 gloo processes, a model of 1 M parameters
+    python benchmarks/elastic.py                 2 and 4 gloo processes, a model of 1 M parameters
     python benchmarks/elastic.py --quick         2 processes, a tiny model, few rounds
     python benchmarks/elastic.py --faults 5      the time that each of 5 faults costs, 4 processes
     python benchmarks/elastic.py --json figures.json
 
 *Without faults* the same model on the same mesh takes steps in a plain loop and in
-`ElasticJob.attempt`, in blocks in turn. An attempt adds an all_reduce of 4 bytes over all ranks
-before the optimizer writes, and after it the copies of what forward writes. Medians of blocks; a
-block's time is that of its slowest rank.
+`ElasticJob.attempt`, in blocks in turn, of which every other round is in the opposite order. An
+attempt adds one small collective over all ranks before the optimizer writes, the vote, and after it
+the copies of what forward writes. A block's time is that of its slowest rank, its CPU time the mean
+of the ranks', all of their threads included. What an attempt adds is the median of the differences
+of the two blocks of a round, with their quartiles. Where there are more processes than cores, a
+rank that waits for a vote waits for others that take turns.
 
 *With faults* the last rank kills itself in the forward of a step, every `EVERY` steps, and the time
 is taken to the end of the next step that any rank ends, and of the next one that is new. An elastic
@@ -53,10 +56,11 @@ class Case(NamedTuple):
     width: int
     layers: int
     rows: int
-    blocks: int
+    rounds: int
 
 
-FULL, QUICK = Case(4, 512, 4, 512, 20), Case(2, 32, 2, 16, 3)
+FULL, QUICK = [Case(2, 512, 4, 1280, 40), Case(4, 512, 4, 1280, 40)], [Case(2, 32, 2, 16, 3)]
+FAULTY, QUICK_FAULTY = Case(4, 512, 4, 512, 0), Case(2, 32, 2, 16, 0)
 
 
 def build(case: Case, mesh: sm.DeviceMesh) -> dict[str, Any]:
@@ -75,8 +79,20 @@ def train_step(state: dict[str, Any], x: Any) -> float:
     return value
 
 
-def measure(case: Case) -> dict[str, list[float]]:
-    """Return seconds per step of each block on this rank, as the slowest rank has them."""
+class Block(NamedTuple):
+    """What a step of a block takes.
+
+    Attributes:
+        seconds: of its slowest rank.
+        cpu_seconds: of CPU time, the mean of the ranks.
+    """
+
+    seconds: float
+    cpu_seconds: float
+
+
+def measure(case: Case) -> dict[str, list[Block]]:
+    """Return each block by what is called in it."""
     job = sm.elastic.ElasticJob(
         partial(build, case),
         make_mesh=lambda n: sm.init_device_mesh("cpu", (n,), axis_names=("dp",)),
@@ -92,21 +108,50 @@ def measure(case: Case) -> dict[str, list[float]]:
     calls: dict[str, Callable[[], Any]] = {
         "plain": lambda: train_step(plain, x),
         "elastic": elastic,
-        "the vote": group.barrier,
+        "a barrier": group.barrier,
     }
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for block in range(case.blocks + 1):
-        for name, call in calls.items():
+    blocks: dict[str, list[Block]] = {name: [] for name in calls}
+    for number in range(case.rounds + 1):
+        names = list(calls) if number % 2 else list(calls)[::-1]
+        for name in names:
             group.barrier()
-            since = time.perf_counter()
+            since, cpu_since = time.perf_counter(), time.process_time()
             for _ in range(BLOCK):
-                call()
-            taken = torch.tensor([(time.perf_counter() - since) / BLOCK], dtype=torch.float64)
-            group.all_reduce(taken, "max")
-            if block:  # the first one is warm-up
-                times[name].append(taken.item())
+                calls[name]()
+            seconds, cpu_seconds = time.perf_counter() - since, time.process_time() - cpu_since
+            slowest = torch.tensor([seconds / BLOCK], dtype=torch.float64)
+            together = torch.tensor([cpu_seconds / BLOCK], dtype=torch.float64)
+            group.all_reduce(slowest, "max")
+            group.all_reduce(together)
+            if number:  # the first one is warm-up
+                blocks[name].append(Block(slowest.item(), together.item() / case.ranks))
     job.finish()
-    return times
+    return blocks
+
+
+def show_cost(case: Case, blocks: dict[str, list[Block]]) -> None:
+    rows: list[tuple[str, ...]] = []
+    for name, of_call in blocks.items():
+        medians = [1e3 * statistics.median(values) for values in zip(*of_call, strict=True)]
+        rows.append((name, *(f"{value:.2f}" for value in medians), ""))
+    added = [
+        [1e3 * (with_vote - without) for with_vote, without in zip(elastic, plain, strict=True)]
+        for elastic, plain in zip(
+            zip(*blocks["elastic"], strict=True), zip(*blocks["plain"], strict=True), strict=True
+        )
+    ]
+    plain_ms = 1e3 * statistics.median(block.seconds for block in blocks["plain"])
+    first, median, third = statistics.quantiles(added[0], n=4)
+    rows.append(
+        (
+            "elastic - plain",
+            f"{median:.2f} ({first:.2f} to {third:.2f})",
+            f"{statistics.median(added[1]):.2f}",
+            f"{median / plain_ms:.2%}",
+        )
+    )
+    columns = ("", "ms", "CPU ms of a rank", "of plain")
+    show(f"a step on {case.ranks} ranks, {os.cpu_count()} cores", columns, rows)
 
 
 # -- faults ----------------------------------------------------------------------------------------
@@ -214,7 +259,7 @@ def measure_faults(faults: int, case: Case) -> dict[str, tuple[list[float], list
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         options = [f"--nproc-per-node={case.ranks}", f"--max-restarts={faults}"]
         program = [__file__, "--worker", str(restarted), "--faults", str(faults)]
-        if case == QUICK:
+        if case == QUICK_FAULTY:
             program.append("--quick")
         subprocess.run([*torchrun, *options, *program], check=True)
         times["torchrun, checkpoints"] = times_after_faults(Journal(restarted))
@@ -238,27 +283,26 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=0, help="measure so many faults instead")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    case = QUICK if options.quick else FULL
+    faulty = QUICK_FAULTY if options.quick else FAULTY
     if options.worker is not None:
-        train_restarted(options.worker, case, EVERY * (options.faults + 1))
+        train_restarted(options.worker, faulty, EVERY * (options.faults + 1))
         return
     if options.faults:
-        faults = measure_faults(options.faults, case)
+        faults = measure_faults(options.faults, faulty)
         print(environment_line(environment()))
         show_faults(faults)
         if options.json:
             options.json.write_text(json.dumps(faults))
         return
-    times = sm.launch(measure, case.ranks, (case,))[0]
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    rows = [
-        (name, f"{1e3 * seconds:.2f}", f"{seconds / medians['plain']:.3f}")
-        for name, seconds in medians.items()
-    ]
+    blocks = {
+        case.ranks: sm.launch(measure, case.ranks, (case,))[0]
+        for case in (QUICK if options.quick else FULL)
+    }
     print(environment_line(environment()))
-    show(f"a step on {case.ranks} ranks", ("", "ms", "of plain"), rows)
+    for case in QUICK if options.quick else FULL:
+        show_cost(case, blocks[case.ranks])
     if options.json:
-        options.json.write_text(json.dumps(times))
+        options.json.write_text(json.dumps(blocks))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Serve a Hugging Face model under tensor parallelism: HTTP on rank 0, the same on every rank.
+"""Serve a Hugging Face model on several ranks: HTTP on rank 0, the same on every rank.
 
     client --HTTP-->  rank 0: thread of the front --> inbox          rank 1, 2, ...
                       rank 0: main thread: Turn(admit, drop, tokens)
@@ -10,7 +10,11 @@ A batch is continuous: requests join it after any token, and leave it when they 
 adapter has a batch of its own. Rank 0 alone chooses tokens, so that ranks need no common seed and
 cannot disagree. docs/serving.md tells the rest.
 
+The model is split over the ranks by tensor parallelism, or with --stages into the stages of a
+pipeline, of which each rank has its own layers with their keys and values.
+
     python examples/serve.py --launch 4             random weights, on 4 local processes
+    python examples/serve.py --launch 2 --stages    two stages, a layer each
     torchrun --nproc-per-node 4 examples/serve.py --model path/to/llama --adapter fr=path/to/adapter
     curl -N localhost:8000/generate -d '{"prompt": [5, 6, 7], "stream": true}'
 
@@ -187,6 +191,33 @@ def broadcast_turn(turn: Turn | None, mesh: sm.DeviceMesh) -> Turn:
     return Turn(**json.loads(bytes(buffer[:length].numpy())))
 
 
+KeysAndValues = list[tuple[Tensor, Tensor]]  # of each layer: [rows, heads, positions, width]
+# ids, mask and positions of the new tokens, what is known of the tokens before -> logits
+# [rows, vocabulary] after the last token, and what is known of all tokens
+Forward = Callable[[Tensor, Tensor, Tensor, KeysAndValues], tuple[Tensor, KeysAndValues]]
+
+
+def forward_of(model: nn.Module) -> Forward:
+    """Return the forward of a model that every rank has, or a part of each of its layers."""
+
+    def forward(
+        ids: Tensor, mask: Tensor, positions: Tensor, cache: KeysAndValues
+    ) -> tuple[Tensor, KeysAndValues]:
+        result = model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=transformers.DynamicCache(cache or None),
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        logits = result.logits[:, -1]
+        whole = logits.full_tensor() if isinstance(logits, sm.ShardedTensor) else logits
+        return whole, [(layer.keys, layer.values) for layer in result.past_key_values.layers]
+
+    return forward
+
+
 class Batch:
     """The requests that are answered with one adapter, a row each, with their keys and values.
 
@@ -199,11 +230,11 @@ class Batch:
         rows: the requests.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, forward: Forward) -> None:
         self.rows: list[Request] = []
-        self._model = model
+        self._forward = forward
         self._mask = torch.zeros(0, 0, dtype=torch.long)
-        self._cache: list[tuple[Tensor, Tensor]] = []
+        self._cache: KeysAndValues = []
 
     def drop(self, numbers: Sequence[int]) -> None:
         """Remove requests, and the padding that no other row needs."""
@@ -224,7 +255,8 @@ class Batch:
     def decode(self, tokens: Sequence[int]) -> Tensor:
         """Return the logits [rows, vocabulary] after one more token in each row."""
         self._mask = F.pad(self._mask, (0, 1), value=1)
-        logits, self._cache = self._forward(torch.tensor(tokens)[:, None], self._mask, self._cache)
+        ids, mask = torch.tensor(tokens)[:, None], self._mask
+        logits, self._cache = self._forward(ids, mask, _positions(mask, 1), self._cache)
         return logits
 
     def admit(self, requests: Sequence[Request]) -> Tensor:
@@ -241,28 +273,12 @@ class Batch:
             for request in requests
         ]
         ids, mask = torch.stack(padded), torch.stack(real)
-        logits, cache = self._forward(ids, mask, None)
+        logits, cache = self._forward(ids, mask, _positions(mask, length), [])
         self._join(mask, cache)
         self.rows += requests
         return logits
 
-    def _forward(
-        self, ids: Tensor, mask: Tensor, cache: Any
-    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        result = self._model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=transformers.DynamicCache(cache),
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        logits = result.logits[:, -1]
-        whole = logits.full_tensor() if isinstance(logits, sm.ShardedTensor) else logits
-        return whole, [(layer.keys, layer.values) for layer in result.past_key_values.layers]
-
-    def _join(self, mask: Tensor, cache: list[tuple[Tensor, Tensor]]) -> None:
+    def _join(self, mask: Tensor, cache: KeysAndValues) -> None:
         if not self.rows:
             self._mask, self._cache = mask, cache
             return
@@ -272,6 +288,11 @@ class Batch:
         self._cache = [
             (_joined(k, k2, length), _joined(v, v2, length)) for (k, v), (k2, v2) in pairs
         ]
+
+
+def _positions(mask: Tensor, count: int) -> Tensor:
+    """Return the positions [rows, count] of the last tokens, of which padding is none."""
+    return (mask.cumsum(1) - 1).clamp(min=0)[:, -count:]
 
 
 def _joined(rows: Tensor, more: Tensor, length: int) -> Tensor:
@@ -292,9 +313,9 @@ class Engine:
         batches: by name of the adapter.
     """
 
-    def __init__(self, model: nn.Module, adapters: Sequence[str]) -> None:
+    def __init__(self, model: nn.Module, forward: Forward, adapters: Sequence[str]) -> None:
         self._model = model
-        self.batches = {name: Batch(model) for name in ("", *adapters)}
+        self.batches = {name: Batch(forward) for name in ("", *adapters)}
 
     @torch.inference_mode()
     def run(self, turn: Turn) -> dict[int, Tensor]:
@@ -322,6 +343,137 @@ class Engine:
         if len(self.batches) == 1:
             return nullcontext()
         return self._model.disable_adapter()  # type: ignore[operator]
+
+
+# -- a model in stages ----------------------------------------------------------------------------
+
+
+class FilledPlaces(transformers.cache_utils.CacheLayerMixin):
+    """Keys and values of a layer in tensors of a fixed length, of which a forward fills some."""
+
+    def __init__(self, keys: Tensor, values: Tensor, places: Tensor) -> None:
+        super().__init__()
+        self.keys, self.values, self._places = keys, values, places
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        pass
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        keys = self.keys.index_copy_(2, self._places, key_states)  # type: ignore[union-attr]
+        values = self.values.index_copy_(2, self._places, value_states)  # type: ignore[union-attr]
+        return keys, values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_max_length(), 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return self.keys.shape[2]  # type: ignore[union-attr]
+
+
+class Decoder(nn.Module):
+    """A model that takes the keys and values of its layers as arguments, as stages need them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self,
+        ids: Tensor,
+        mask: Tensor,
+        positions: Tensor,
+        places: Tensor,
+        cache: tuple[tuple[Tensor, Tensor], ...],
+    ) -> Tensor:
+        """Return the logits [rows, 1, vocabulary] after the last token.
+
+        Args:
+            mask: [rows, 1, tokens, length]: what each token attends to.
+            places: of the tokens in the keys and values, in which they are written.
+            cache: for each layer, keys and values of a fixed length.
+        """
+        layers = [FilledPlaces(keys, values, places) for keys, values in cache]
+        return self.model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=transformers.Cache(layers=layers),
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits
+
+
+class StagedForward:
+    """A `Forward` of a model in stages: each rank keeps the keys and values of its own layers.
+
+    Those of other layers are on "meta". Rows go through the stages in as many microbatches as there
+    are stages, if there are enough. Stages are recorded for each shape of their inputs, so keys and
+    values are padded to few lengths: here at the end, where `Batch` has its padding before rows.
+    """
+
+    _SMALLEST = 32
+
+    def __init__(self, model: nn.Module, mesh: sm.DeviceMesh) -> None:
+        config: Any = model.config
+        self._pipe = sm.parallel.pipeline(Decoder(model), mesh, split="even", schedule="gpipe")
+        self._heads = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
+        self._vocabulary = config.vocab_size
+        names = [name for name, _ in self._pipe.named_parameters()]
+        self._dtype = next(self._pipe.parameters()).dtype
+        layers = range(config.num_hidden_layers)
+        self._is_own = [any(f".layers.{layer}." in name for name in names) for layer in layers]
+
+    def __call__(
+        self, ids: Tensor, mask: Tensor, positions: Tensor, cache: KeysAndValues
+    ) -> tuple[Tensor, KeysAndValues]:
+        rows, total = mask.shape
+        length = max(self._SMALLEST, 1 << (total - 1).bit_length())
+        places = torch.arange(total - ids.shape[1], total)
+        filled = [
+            (_lengthened(keys, length), _lengthened(values, length))
+            for keys, values in cache or self._empty(rows)
+        ]
+        attended = F.pad(mask, (0, length - total))[:, None, None].bool()
+        attended = attended & (torch.arange(length) <= places[:, None])
+        # A token of the padding attends to itself: softmax of nothing is no number.
+        attended = attended | (torch.arange(length) == places[:, None])
+        parts = min(rows, self._pipe.schedule.stages)
+
+        def split(x: Tensor) -> list[Tensor]:
+            return list(x.tensor_split(parts))
+
+        columns = [zip(split(keys), split(values), strict=True) for keys, values in filled]
+        results = self._pipe.forward(
+            split(ids),
+            mask=split(attended),
+            positions=split(positions),
+            places=[places] * parts,
+            cache=list(zip(*columns, strict=True)),
+        )
+        logits = torch.empty(rows, self._vocabulary, dtype=self._dtype)
+        if results is not None:
+            logits.copy_(torch.cat(results)[:, -1])
+        self._pipe.mesh.group("pp").broadcast(logits, self._pipe.schedule.placement[-1])
+        return logits, [(keys[:, :, :total], values[:, :, :total]) for keys, values in filled]
+
+    def _empty(self, rows: int) -> KeysAndValues:
+        heads, width = self._heads
+
+        def empty(is_own: bool) -> Tensor:
+            device = "cpu" if is_own else "meta"
+            return torch.empty(rows, heads, 0, width, dtype=self._dtype, device=device)
+
+        return [(empty(is_own), empty(is_own)) for is_own in self._is_own]
+
+
+def _lengthened(x: Tensor, length: int) -> Tensor:
+    """Return a copy of keys or values with zeros after it."""
+    return F.pad(x, (0, 0, 0, length - x.shape[2]))
 
 
 # -- what rank 0 does ------------------------------------------------------------------------------
@@ -535,13 +687,15 @@ def tiny_model(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def load_model(options: argparse.Namespace, mesh: sm.DeviceMesh) -> nn.Module:
-    """Return the model, laid out over the ranks, with the adapters."""
+    """Return the model with the adapters, laid out over the ranks; whole, if it gets stages."""
     dtype = getattr(torch, options.dtype)
     model = (
         tiny_model(dtype)
         if options.model is None
         else transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
     )
+    if options.stages:
+        return model.eval()
     model = sm.parallel.parallelize(model.eval(), mesh, "auto")
     for name, path in adapters_of(options).items():
         import peft
@@ -560,14 +714,16 @@ def adapters_of(options: argparse.Namespace) -> dict[str, str]:
 
 def serve(options: argparse.Namespace) -> int:
     """Serve until rank 0 is asked to end; return how many turns there were."""
-    mesh = sm.init_device_mesh("cpu", (int(os.environ.get("WORLD_SIZE", "1")),), axis_names=("tp",))
+    axis = "pp" if options.stages else "tp"
+    mesh = sm.init_device_mesh("cpu", (int(os.environ.get("WORLD_SIZE", "1")),), axis_names=(axis,))
     model = load_model(options, mesh)
     config: Any = model.config
+    forward = StagedForward(model, mesh) if options.stages else forward_of(model)
     end_tokens = (
         config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     )
     adapters = list(adapters_of(options))
-    engine, scheduler, front = Engine(model, adapters), Scheduler(end_tokens), None
+    engine, scheduler, front = Engine(model, forward, adapters), Scheduler(end_tokens), None
     is_front = mesh.get_rank() == 0
     for number in (
         signal.SIGINT,
@@ -603,9 +759,7 @@ def serve(options: argparse.Namespace) -> int:
 
 def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     """Return the command line's options."""
-    parser = argparse.ArgumentParser(
-        description="A Hugging Face model under tensor parallelism, over HTTP"
-    )
+    parser = argparse.ArgumentParser(description="A Hugging Face model on several ranks, over HTTP")
     parser.add_argument(
         "--model",
         help="folder or name of a Hugging Face model; by default a tiny one with random weights",
@@ -621,7 +775,15 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0 for a free one, which is printed")
     parser.add_argument("--launch", type=int, metavar="N", help="run on N local processes")
-    return parser.parse_args(arguments)
+    parser.add_argument(
+        "--stages",
+        action="store_true",
+        help="a stage of a pipeline on each rank, in place of tensor parallelism",
+    )
+    chosen = parser.parse_args(arguments)
+    if chosen.stages and chosen.adapter:
+        parser.error("--stages takes no --adapter")
+    return chosen
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from ..mesh.comm.recording.trace_buffer import Header
 from ..mesh.comm.thread_context import thread_context
 from ..mesh.settings import settings
 from .layout.layout import Layout
+from .layout.mesh_answers import cached_on_mesh
 
 # of the FNV hash; odd, so that nothing is lost, and small enough not to reach the next hash
 _FACTOR = 0x01000193
@@ -72,6 +73,19 @@ def mixed(seed: int, operands: Iterable[Any]) -> int:
         # multiplying the operand as well makes the order of operators count
         seed = (seed + x._lineage) * _FACTOR & _ALL
     return seed
+
+
+def mixed_of_meshes(tensors: Sequence[Any]) -> int:
+    """Return the lineage of tensors that are communicated together, on any meshes.
+
+    0 if their meshes are of different ranks, such as mesh["dp"] and mesh["tp"]: ranks that share
+    one of them have another tensor on the other, of another lineage.
+    """
+    meshes = dict.fromkeys(x._layout.mesh for x in tensors)
+    first = next(iter(meshes), None)
+    if all(_contains(first, mesh) and _contains(mesh, first) for mesh in meshes):
+        return mixed(0, tensors)
+    return 0
 
 
 def piece_of(lineage: int, i: int) -> int:
@@ -188,18 +202,69 @@ class comm_context:
         self._context.lineage = self._before
 
 
+class loss_context(comm_context):
+    """with loss_context(losses, lineage): backward from these values, of this lineage.
+
+    Ranks outside of a loss' mesh do not have it. Where meshes are slices of one, as mesh["tp"],
+    they have a loss of their own, of another lineage, and take part in collectives of the backward
+    along other axes. So the lineage of such a loss counts only in collectives of meshes within its
+    own: `loss_lineage`.
+    """
+
+    __slots__ = ("_before_loss", "_loss")
+
+    def __init__(self, losses: Sequence[Any], lineage: int) -> None:
+        meshes = tuple(dict.fromkeys(x._layout.mesh for x in losses))
+        world: Any = meshes[0].world
+        super().__init__(world, lineage)
+        self._loss = 0, ()
+        if any(mesh.size() < world.size for mesh in meshes):
+            self._loss, self._lineage = (self._lineage, meshes), 0
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._before_loss, self._context.loss = self._context.loss, self._loss
+
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        self._context.loss = self._before_loss
+
+
+def loss_lineage(*meshes: Any) -> int:
+    """Return the lineage of the running backward in collectives of meshes, as it is published.
+
+    0 if some ranks of the meshes do not have its loss.
+    """
+    context = meshes[0].world.comm_context
+    if context.lineage:  # that of a loss of all ranks, or of what the collectives are part of
+        return context.lineage
+    lineage, loss_meshes = context.loss
+    return lineage if all(_contains(its, mesh) for its in loss_meshes for mesh in meshes) else 0
+
+
+def _contains(mesh: Any, other: Any) -> bool:
+    """Return whether all ranks of another mesh are in this one."""
+    return mesh is other or _contains_ranks(mesh, other)
+
+
+@cached_on_mesh(lambda mesh: mesh, 64)
+def _contains_ranks(mesh: Any, other: Any) -> bool:
+    return set(other.ranks.flat) <= set(mesh.ranks.flat)
+
+
 class backward_comm_context(comm_context):
     """Communicate the gradient of a value inside the block.
 
-    with backward_comm_context(world, context.lineage of forward): ...
+    with backward_comm_context(context.lineage of forward, mesh): ...
 
-    The gradient is that of the loss whose lineage is the current one.
+    The gradient is that of the loss of the running backward; the meshes are those of the
+    collectives.
     """
 
     __slots__ = ()
 
-    def __init__(self, world: Any, lineage: int) -> None:
-        self._context, loss = world.comm_context, world.comm_context.lineage
+    def __init__(self, lineage: int, *meshes: Any) -> None:
+        self._context, loss = meshes[0].world.comm_context, loss_lineage(*meshes)
         self._lineage = (
             packed((unpacked(lineage) * _FACTOR + unpacked(loss)) & _ALL) if loss else lineage
         )

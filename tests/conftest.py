@@ -54,9 +54,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption(
         "--faults",
-        type=int,
-        default=20,
-        help="how many jobs with random faults tests/sharding/elastic/test_soak.py runs",
+        default="20",
+        help="how many jobs with random faults the tests run, or from and to which seed: 100:600",
     )
 
 

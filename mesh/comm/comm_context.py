@@ -14,6 +14,8 @@ class CommContext(threading.local):
 
     Attributes:
         lineage: how the value was computed, see `sharding/lineage.py`; 0 if unknown.
+        loss: (the lineage, the meshes) of the values from which the running backward has begun, if
+            not all ranks of the world have them; see `loss_context`.
         origin: (file:line of the program that the monitor records, None for the line on the stack;
             the bits of the step that this thread has marked, see `step_bits`, 0 for none); None for
             neither.
@@ -21,6 +23,7 @@ class CommContext(threading.local):
     """
 
     lineage: int = 0
+    loss: tuple[int, tuple[Any, ...]] = (0, ())
     origin: tuple[str | None, int] | None = None
 
     def __init__(self) -> None:

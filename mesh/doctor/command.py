@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from ..abstract_mesh import AbstractMesh, parse_mesh
-from ..launch.local_processes import LaunchError, launch
+from ..launch.local_processes import LaunchError, check_process_count, launch
 from ..monitor.recording.cleanup import remove_left
 from ..monitor.recording.files import parent_folders
 from ..text import printable
@@ -36,7 +36,6 @@ _SECONDS = 2.0  # per axis
 # for connecting and measuring: torch alone takes up to half of it to start on a cold machine
 _LIMIT_S = 120.0
 _MOST_LOCAL = 4  # processes that are started to try CPUs
-_MOST_NPROCS, _MOST_PER_CORE = 64, 4  # of --nprocs
 _AXIS = "ranks"
 _MOST_TEXT = 600  # characters of an error
 # With a fault in one of these checks ranks cannot connect, or would wait in vain.
@@ -160,11 +159,10 @@ def _mesh_of_host(abstract_mesh: AbstractMesh | None, nprocs: int | None, facts:
     if size is None:
         count = len(facts.devices.usable)
         size = count if count > 1 else min(_MOST_LOCAL, max(2, facts.system.cores))
-    if size > (most := max(_MOST_NPROCS, _MOST_PER_CORE * facts.system.cores)):
-        raise ValueError(
-            f"{size} processes are more than this host can start at once ({most}): write a smaller "
-            "--nprocs or --mesh"
-        )
+    try:
+        check_process_count(size, facts.system.cores)
+    except ValueError as error:
+        raise ValueError(f"{error}: write a smaller --nprocs or --mesh") from None
     if size < 2:
         raise ValueError(
             f"collectives need at least 2 processes, got {size}: write --nprocs 2, or more"

@@ -48,6 +48,7 @@ _TERM_GRACE_S = 5.0  # from SIGTERM, which a child may catch to save its work, t
 _FIRST_FAILURE_S = 0.5
 # check exit statuses as well as pipes, which a child's own children can hold open after it died
 _POLL_S = 1.0
+_MOST_PROCESSES, _MOST_PER_CORE = 64, 4  # that a command starts on one host
 _NO_GUARD_EXIT = 79  # exit status of a rank that called launch() while it imported the script
 JOINS = "SHARDMESH_ELASTIC_JOIN"  # "1" for a process that joins an elastic job that runs
 _RESERVED = (
@@ -201,6 +202,17 @@ def launch(
             _end(ranks)
 
 
+def usable_cores() -> int:
+    """Return the number of cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def check_process_count(nprocs: int, cores: int) -> None:
+    """Raise ValueError for more processes than a command starts on one host: 64, or 4 a core."""
+    if nprocs > (most := max(_MOST_PROCESSES, _MOST_PER_CORE * cores)):
+        raise ValueError(f"{nprocs} processes are more than a command starts on one host ({most})")
+
+
 def _local_store() -> dist.TCPStore:
     """Return a store at a free port that is reached from this host only."""
     listening = loopback_listener(_HOST, 0)
@@ -279,14 +291,13 @@ def _check_reachable(fn: object) -> None:
 
 def _shared_environment(nprocs: int, port: int) -> dict[str, str]:
     """Return the environment variables that are the same for all ranks."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {
         "WORLD_SIZE": str(nprocs),
         "LOCAL_WORLD_SIZE": str(nprocs),
         "GROUP_RANK": "0",
         "MASTER_ADDR": _HOST,
         "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cpus // nprocs))),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, usable_cores() // nprocs))),
         # With this the env:// rendezvous makes every rank a client of the parent's store, as under
         # torchrun.
         "TORCHELASTIC_USE_AGENT_STORE": "True",

@@ -20,7 +20,7 @@ from typing import Any
 from ..abstract_mesh import AbstractMesh, parse_mesh
 from ..text import shortened
 from .environment import MESH
-from .local_processes import LaunchError, launch
+from .local_processes import LaunchError, check_process_count, launch, usable_cores
 
 EXAMPLE = """\
   python -m shardmesh run train.py --mesh dp=2,tp=2 --lr 0.1
@@ -72,6 +72,7 @@ def run(arguments: Sequence[str], prog: str) -> int:
         program = rest[1] if is_module else rest[0]
         if not is_module and not os.path.isfile(program):
             raise ValueError(f"there is no file {shortened(program)!r}")
+        _check_size(mesh)
     except ValueError as error:
         print(f"{prog} run: error: {shortened(error, _LONGEST)}", file=sys.stderr)
         return 2
@@ -95,6 +96,16 @@ def _split(arguments: Sequence[str]) -> tuple[AbstractMesh | None, list[str]]:
             del own[at : at + (1 if has_value else 2)]
             break
     return None if text is None else parse_mesh(text), own + rest
+
+
+def _check_size(mesh: AbstractMesh) -> None:
+    try:
+        check_process_count(mesh.size(), usable_cores())
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; for several hosts, write options of torchrun, such as --nnodes, before the "
+            "program"
+        ) from None
 
 
 def _text_of(mesh: AbstractMesh) -> str:

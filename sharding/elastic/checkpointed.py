@@ -26,18 +26,23 @@ from ..checkpoint.storage.reading import LoadedParts
 from .plan import RecoveryPlan
 
 
-class CheckpointFound(NamedTuple):
-    """The fields of a `RecoveryPlan` that say what is in the folder of checkpoints."""
+class RecoveryCheckpoints(NamedTuple):
+    """The complete checkpoints in a folder that matter for a recovery.
 
-    checkpoint: Checkpoint | None
+    Attributes:
+        of_step: that of the step which is recovered; None if there is none.
+        newest: None if there is none at all.
+    """
+
+    of_step: Checkpoint | None
     newest: Checkpoint | None
 
 
-def find_checkpoint(dir: str | os.PathLike[str], step: int | None) -> CheckpointFound:
+def find_checkpoints(dir: str | os.PathLike[str], step: int | None) -> RecoveryCheckpoints:
     """Return the complete checkpoint of a step, and the newest one. Communication: none."""
     complete = folders.complete(Path(dir))
     newest = complete[max(complete)] if complete else None
-    return CheckpointFound(None if step is None else complete.get(step), newest)
+    return RecoveryCheckpoints(None if step is None else complete.get(step), newest)
 
 
 def stored_parts(group: Group, dir: str | os.PathLike[str], plan: RecoveryPlan) -> Stored:

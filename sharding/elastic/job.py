@@ -333,7 +333,6 @@ class ElasticJob:
 
         An error in the block closes the job, since its caller has none to close.
         """
-        self._members.world.observers.append(self._refuse_in_write)
         termination.set_interruptible(False)
         try:
             self._stack.enter_context(preemption.listening())
@@ -512,7 +511,7 @@ class ElasticJob:
             SystemExit: this rank was told to go by SIGTERM, and has left after the step, with code
                 0 if the others go on; 143 if all ranks were.
 
-        Communication: an all_reduce of 4 bytes over all ranks, the vote; a barrier if the
+        Communication: an all_to_all of 4 bytes to each other rank, the vote; a barrier if the
             optimizers communicate. With redundancy that of `Redundancy.refresh`.
         """
         if self.has_left:
@@ -534,6 +533,7 @@ class ElasticJob:
         except Exception as error:
             self._go_on(error)
         finally:
+            self._set_refusal(False)
             self._attempt = None
 
     def _count_writes(self) -> int:
@@ -569,24 +569,20 @@ class ElasticJob:
             if decision is None or decision.source != promised:
                 raise _StepGivenUpError from error
             self._is_completing = True
+            self._set_refusal(True)
             return
         member = members.member
         if member.write is Write.UNDO:
             tree = whole_copy(self._versions[member.current].tree())
             self._versions[member.current] = Snapshot.of_leaves(tree)
         members.member = protocol.enter_write(member)
+        self._set_refusal(member.write is Write.LOCAL)
 
-    def _refuse_in_write(self, record: CollectiveRecord) -> None:
-        """Raise for a collective of a step whose optimizer writes by itself: an observer."""
-        member = self._members.member
-        is_writing = member.phase is Phase.WRITE and member.write is Write.LOCAL
-        if self._attempt is not None and (is_writing or self._is_completing):
-            raise RuntimeError(
-                f"a step communicates ({record.op} over ranks {record.ranks}) after it has begun "
-                "to write: a rank that is lost there would cut it off halfway. Read losses and "
-                "norms before optimizer.step(), and return a loss that is not pending, such as "
-                "loss.item()"
-            )
+    def _set_refusal(self, is_on: bool) -> None:
+        """Set whether collectives raise: those of a step whose optimizer writes by itself."""
+        observers = self._members.world.observers
+        if is_on != (_refuse in observers):
+            observers.append(_refuse) if is_on else observers.remove(_refuse)
 
     def _end_step(self, attempt: Attempt) -> None:
         """WRITE -> COMPUTE of the next step."""
@@ -605,6 +601,7 @@ class ElasticJob:
         # before the step counts as written: a rank that cannot copy its state cannot provide it
         loss = math.nan if attempt.loss is None else float(attempt.loss)
         version = self._snapshot()
+        self._set_refusal(False)
         decision = members.member.decision
         if self._is_completing and decision is not None:
             self._versions, self._is_completing = {decision.source: version}, False
@@ -1019,9 +1016,16 @@ class ElasticJob:
         self._remove_hooks()
         self._stack.close()
         self._members.close()
-        observers = self._members.world.observers
-        if self._refuse_in_write in observers:
-            observers.remove(self._refuse_in_write)
+        self._set_refusal(False)
+
+
+def _refuse(record: CollectiveRecord) -> None:
+    """Raise for a collective: an observer, while an optimizer writes by itself."""
+    raise RuntimeError(
+        f"a step communicates ({record.op} over ranks {record.ranks}) after it has begun to write: "
+        "a rank that is lost there would cut it off halfway. Read losses and norms before "
+        "optimizer.step(), and return a loss that is not pending, such as loss.item()"
+    )
 
 
 def _world_size() -> int:

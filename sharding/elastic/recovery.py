@@ -47,7 +47,7 @@ from ..checkpoint.tree import (
 from ..layout.layout import Layout
 from ..redistribute.all_to_all import AllToAllV, TensorShare
 from ..tensor.sharded_tensor import ShardedTensor
-from .checkpointed import find_checkpoint, read_lost, stored_parts
+from .checkpointed import find_checkpoints, read_lost, stored_parts
 from .plan import (
     RecoveryPlan,
     Source,
@@ -125,8 +125,8 @@ def plan_recovery(
     recovery = _prepare(state, like, alive, checkpoint, step)
     if not recovery.plan.lost or checkpoint is None:
         return recovery.plan
-    found = find_checkpoint(checkpoint, recovery.step)
-    return replace(recovery.plan, checkpoint=found.checkpoint, newest=found.newest)
+    checkpoints = find_checkpoints(checkpoint, recovery.step)
+    return replace(recovery.plan, checkpoint=checkpoints.of_step, newest=checkpoints.newest)
 
 
 def _prepare(
@@ -343,11 +343,11 @@ def _with_checkpoint(
     Raises:
         StateLostError: there is none of this step; on every rank.
     """
-    found = run_on_all_ranks(
-        group, lambda: find_checkpoint(dir, step) if group.rank == 0 else None
+    checkpoints = run_on_all_ranks(
+        group, lambda: find_checkpoints(dir, step) if group.rank == 0 else None
     )[0]
-    assert found is not None  # noqa: S101
-    plan = replace(plan, checkpoint=found.checkpoint, newest=found.newest)
+    assert checkpoints is not None  # noqa: S101
+    plan = replace(plan, checkpoint=checkpoints.of_step, newest=checkpoints.newest)
     if plan.checkpoint is None:
         newest = "has no checkpoint"
         if plan.newest is not None:

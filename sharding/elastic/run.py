@@ -74,7 +74,7 @@ def run(
 
     Raises: as `ElasticJob` and `ElasticJob.attempt`.
 
-    Communication: in each step an all_reduce of 4 bytes over all ranks; a barrier at the end.
+    Communication: in each step an all_to_all of 4 bytes to each other rank; a barrier at the end.
 
     Example:
         >>> run = sm.elastic.run(build, step, data, make_mesh=make_mesh, steps=1000)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..autograd.engine_hooks import innermost, is_batched
-from ..tensor.sharded_tensor import ShardedTensor
+from ..tensor.sharded_tensor import local_of
 from .transforms import gradients
 
 
@@ -41,7 +41,7 @@ def cond(
     Example:
         >>> sm.cond(x.sum() > 0, lambda x: x, lambda x: -x, x)
     """
-    if is_batched(_part(pred)):
+    if is_batched(local_of(pred)):
         return _where("cond", pred, true_fun(*operands), false_fun(*operands))
     return true_fun(*operands) if _truth("cond", pred) else false_fun(*operands)
 
@@ -68,7 +68,7 @@ def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -
             f"switch: the index must be an integer scalar, and it is a {index.dtype} tensor of "
             f"shape {list(index.shape)}"
         )
-    if is_batched(_part(index)):
+    if is_batched(local_of(index)):
         out = branches[0](*operands)
         for i, branch in enumerate(branches[1:], 1):
             out = _where("switch", index >= i, branch(*operands), out)
@@ -94,7 +94,7 @@ def while_loop(
     value = init_val
     while True:
         pred = cond_fun(value)
-        part = _part(pred)
+        part = local_of(pred)
         batched = is_batched(part)
         # A batch goes on while the predicate holds for any example.
         goes_on = bool(innermost(part).any()) if batched else _truth("while_loop", pred)
@@ -224,10 +224,6 @@ def _length(leaves: Sequence[Any], length: int | None) -> int:
 
 
 # -- predicates ------------------------------------------------------------------------------------
-
-
-def _part(x: Any) -> Any:
-    return x._local if isinstance(x, ShardedTensor) else x
 
 
 def _truth(name: str, pred: Any) -> bool:

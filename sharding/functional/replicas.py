@@ -16,7 +16,7 @@ from ..layout.layout import Layout
 from ..replicas.bit_hash import bit_hash
 from ..replicas.compare import compare
 from ..replicas.leaves import ReplicaLeaf, replica_ranks
-from ..tensor.sharded_tensor import ShardedTensor
+from ..tensor.sharded_tensor import local_of
 
 
 def check_replicas(named: Sequence[tuple[str, Any, Layout | None]], own: DeviceMesh) -> None:
@@ -33,7 +33,7 @@ def check_replicas(named: Sequence[tuple[str, Any, Layout | None]], own: DeviceM
     Communication: as `compare`.
     """
     copies = [
-        ReplicaLeaf(path, str(layout), _plain(x), replica_ranks(own, layout.spec))
+        ReplicaLeaf(path, str(layout), local_of(x), replica_ranks(own, layout.spec))
         for path, x, layout in named
         if layout is not None and isinstance(x, Tensor)
     ]
@@ -48,9 +48,5 @@ def sampled_digest(x: Tensor) -> int | None:
 
     None on the meta device, which has no values.
     """
-    flat = innermost(_plain(x)).detach().reshape(-1)  # the values of all examples
+    flat = innermost(local_of(x)).detach().reshape(-1)  # the values of all examples
     return None if flat.is_meta else int(bit_hash(flat[:: max(1, flat.numel() // _SAMPLE)]))
-
-
-def _plain(x: Any) -> Tensor:
-    return x._local if isinstance(x, ShardedTensor) else x

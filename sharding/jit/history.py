@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..autograd.first_derivative import without_derivative
 from ..functional.transforms.parts import with_part
-from ..tensor.sharded_tensor import ShardedTensor
+from ..tensor.sharded_tensor import local_of
 from .opaque import Saved
 
 _ONCE = (
@@ -109,8 +109,10 @@ def with_known_numbers(results: Sequence[Any]) -> list[Any]:
     Backward computes with the values of traced numbers that autograd has saved.
     """
     flat = list(results)
-    at = [i for i, x in enumerate(flat) if isinstance(x, Tensor) and _local(x).grad_fn is not None]
-    outputs = [_local(flat[i]) for i in at]
+    at = [
+        i for i, x in enumerate(flat) if isinstance(x, Tensor) and local_of(x).grad_fn is not None
+    ]
+    outputs = [local_of(flat[i]) for i in at]
     if not outputs:
         return flat
     leaves = list({id(leaf): leaf for _, _, leaf in _edges_to_leaves(outputs)}.values())
@@ -126,10 +128,6 @@ def with_known_numbers(results: Sequence[Any]) -> list[Any]:
     for i, x in zip(at, joined, strict=True):
         flat[i] = with_part(flat[i], x)
     return flat
-
-
-def _local(x: Any) -> Tensor:
-    return x._local if isinstance(x, ShardedTensor) else x
 
 
 def join(

@@ -25,7 +25,7 @@ from ..layout.spec import Sharding
 from ..ops.torch_compile import keep_compiler_out, not_compiled
 from ..tensor.autograd.leaf_grads import is_accumulating
 from ..tensor.device_put import device_put
-from ..tensor.sharded_tensor import DonatedTensor, ShardedTensor
+from ..tensor.sharded_tensor import DonatedTensor, ShardedTensor, local_of
 from ..trees import PrefixKind, flatten, map_prefix, unflatten
 from .backends.segments import Backend, find_backend
 from .collectives import forget_lineages
@@ -39,7 +39,7 @@ from .passes.agreement import announce, most_of
 from .passes.hoist_reads import unmovable_read
 from .passes.options import PassOptions
 from .passes.pipeline import run as run_passes
-from .recording import local_of, record, without_history
+from .recording import record, without_history
 from .results import tensors_in
 from .selection import FULL, MOST, RECORD, RUN, Peers, Recordings, Selected
 from .state.differences import Reasons, leaf_names, texts_of

@@ -42,7 +42,7 @@ from ..layout.layout import Layout
 from ..ops.recomputation import next_graph_number
 from ..redistribute.linear import redistribute_linear
 from ..tensor.saved_wrapper import wrapper_to_save
-from ..tensor.sharded_tensor import ShardedTensor
+from ..tensor.sharded_tensor import ShardedTensor, local_of
 from ..trees import flatten, unflatten
 from .backends.segments import Backend
 from .draws import Draw
@@ -53,7 +53,7 @@ from .passes.dead_code import clean
 from .passes.hoist_reads import hoist_reads, is_movable
 from .program import Program, Runner, is_pure, run_plainly
 from .recorder import GraphRecorder
-from .recording import Recording, finish, flat_result, local_of, run_recorded, settle
+from .recording import Recording, finish, flat_result, run_recorded, settle
 from .results import Returned, unflatten_result
 from .scalars import TracedFloat
 from .selection import Recordings

@@ -20,7 +20,7 @@ from torch import Tensor, fx
 
 from ...mesh.comm.world import World
 from ..layout.layout import Layout
-from ..tensor.sharded_tensor import ShardedTensor
+from ..tensor.sharded_tensor import ShardedTensor, local_of
 from ..trees import flatten, unflatten
 from .draws import Position
 from .errors import Break, JitError
@@ -261,10 +261,6 @@ def _constant(x: Any, leaves: Leaves) -> Any:
 
 def _slot_value(slot: GradSlot, leaves: Leaves) -> Any:
     return local_of(slot.get(leaves))
-
-
-def local_of(x: Any) -> Any:
-    return x._local if isinstance(x, ShardedTensor) else x
 
 
 def _without_traced(x: Any) -> Any:

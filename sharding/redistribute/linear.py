@@ -228,7 +228,6 @@ class _Redistribute(torch.autograd.Function):
             _backward_ends(ctx.ends[i], ctx.backward_dtype or grad.dtype)
             for i, grad in indexed_grads
         ]
-        world = ctx.ends[0][0].mesh.world
         if len(indexed_grads) == 1:
             (_, grad), (src, dst, src_grad, dst_grad) = indexed_grads[0], moves[0]
             if (
@@ -237,10 +236,11 @@ class _Redistribute(torch.autograd.Function):
                 and not transforming()
             ):
                 check_replicas_agree(grad, src, ctx.path, USED_DIFFERENTLY)
-            with backward_comm_context(world, ctx.lineage):
+            with backward_comm_context(ctx.lineage, src.mesh):
                 moved = [redistribute_grad(with_memory(grad), src, dst, src_grad, dst_grad)]
         elif indexed_grads:
-            with backward_comm_context(world, ctx.lineage):
+            meshes = {src.mesh for src, *_ in moves}
+            with backward_comm_context(ctx.lineage, *meshes):
                 moved = redistribute_grads(
                     [with_memory(grad) for _, grad in indexed_grads],
                     [(src, dst) for src, dst, *_ in moves],

@@ -16,6 +16,7 @@ from ..autograd.named_axes import current_captures
 from ..autograd.transforms import refuse_foreign, under_transforms
 from ..layout.layout import Layout, dtype_name
 from ..layout.spec import EACH, P, SpecLike
+from ..lineage import backward_comm_context
 from ..redistribute.autograd import redistribute_local
 from ..redistribute.linear import redistribute_grad
 from ..redistribute.redistribution_map import LinearRedistribution
@@ -159,11 +160,11 @@ class _FromLocal(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad, dtype = grads[0], grads[0].dtype
         layout, grad_layout = ctx.layout.replace(dtype=dtype), ctx.grad_layout.replace(dtype=dtype)
-        return (
-            redistribute_grad(grad, layout.dual, grad_layout, dst_grad=_of_gradient(layout)),
-            None,
-            None,
-        )
+        with backward_comm_context(0, layout.mesh):
+            of_local = redistribute_grad(
+                grad, layout.dual, grad_layout, dst_grad=_of_gradient(layout)
+            )
+        return of_local, None, None
 
 
 def _of_gradient(layout: Layout) -> Layout:
@@ -347,10 +348,13 @@ class _ToLocal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad, dtype = grads[0], grads[0].dtype
-        if ctx.check and not transforming():
-            check_replicas_agree(grad, ctx.grad_layout, ctx.path, precision=ctx.precision)
         layout, grad_layout = ctx.layout.replace(dtype=dtype), ctx.grad_layout.replace(dtype=dtype)
-        of_local = redistribute_grad(grad, grad_layout, layout.dual, src_grad=_of_gradient(layout))
+        with backward_comm_context(0, layout.mesh):
+            if ctx.check and not transforming():
+                check_replicas_agree(grad, ctx.grad_layout, ctx.path, precision=ctx.precision)
+            of_local = redistribute_grad(
+                grad, grad_layout, layout.dual, src_grad=_of_gradient(layout)
+            )
         return of_local, None, None, None, None, None
 
 
@@ -470,11 +474,11 @@ class _DevicePut(torch.autograd.Function):
         layout = ctx.layout.replace(dtype=grads[0].dtype)
         if layout.mesh.coordinate is None:
             return grads[0].new_zeros(ctx.shape), None, None
-        return (
-            redistribute_grad(grads[0], layout.dual, layout.replicated, dst_grad=layout.replicated),
-            None,
-            None,
-        )
+        with backward_comm_context(0, layout.mesh):
+            whole = redistribute_grad(
+                grads[0], layout.dual, layout.replicated, dst_grad=layout.replicated
+            )
+        return whole, None, None
 
 
 def as_tensor(x: Any, context: str = "device_put", path: str = "") -> Tensor:

@@ -17,7 +17,7 @@ from ..autograd.engine_hooks import any_requires_grad, transforming, transforms_
 from ..autograd.named_axes import current_captures
 from ..layout.layout import Layout, distinct_mesh_names
 from ..layout.spec import P, Sharding, SpecLike
-from ..lineage import comm_context, mixed
+from ..lineage import comm_context, mixed_of_meshes
 from ..redistribute.autograd import redistribute_local, start_redistribute
 from ..redistribute.cross_mesh import redistribute_cross_mesh
 from ..redistribute.executor import executor
@@ -241,7 +241,7 @@ def redistribute_many(
         raise ValueError("a tensor that is donated appears twice among the tensors; pass each once")
     sources = [None if donate else local for local in locals_]
     lineages = [x._lineage for x in tensors]
-    with comm_context(current_world(), mixed(0, tensors)):
+    with comm_context(current_world(), mixed_of_meshes(tensors)):
         for x in tensors if donate else ():
             DonatedTensor.take(x)
         parts = start_redistribute(locals_, pairs, backward_dtype=backward_dtype, donate=donate)

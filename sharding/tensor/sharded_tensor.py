@@ -451,6 +451,11 @@ def typeof(x: ShardedTensor) -> Layout:
     )
 
 
+def local_of(x: Any) -> Any:
+    """Return the local part of a `ShardedTensor`, which autograd sees; other values as they are."""
+    return x._local if isinstance(x, ShardedTensor) else x
+
+
 class DonatedTensor(Tensor):
     """A `ShardedTensor` after `redistribute(..., donate=True)`: no memory, and every use raises."""
 

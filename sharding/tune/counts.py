@@ -26,7 +26,7 @@ from torch.utils.flop_counter import flop_registry
 from ...mesh.comm.report import CommReport
 from ...mesh.comm.thread_context import thread_context
 from ..jit.inspection.flops import attention_flops
-from ..tensor.sharded_tensor import ShardedTensor
+from ..tensor.sharded_tensor import ShardedTensor, local_of
 from ..trees import tensors_in
 
 _GROUPED = frozenset({"_grouped_mm", "_scaled_grouped_mm"})
@@ -163,7 +163,7 @@ class Tape:
 
     def key(self, x: Tensor) -> int:
         """Return the number of a tensor's memory."""
-        storage: Any = _local(x).untyped_storage()
+        storage: Any = local_of(x).untyped_storage()
         number = self._numbers.get(storage._cdata)
         if number is None:
             number = self._numbers[storage._cdata] = len(self.sizes)
@@ -208,7 +208,7 @@ class OperatorCounts(TorchDispatchMode):
         self.keys_and_values = 0
         self.report = CommReport()
         self.until_saved: dict[int, Progress] = {}
-        self._weights = {tuple(_local(x).shape) for x in constants if x.ndim > 1}
+        self._weights = {tuple(local_of(x).shape) for x in constants if x.ndim > 1}
         self.of_weights = set(self.tape.constants)
 
     def __torch_dispatch__(
@@ -234,8 +234,8 @@ class OperatorCounts(TorchDispatchMode):
         self._record("attention", "attention", 0, operands, results)
 
     def _record(self, name: str, kind: Kind, flops: float, operands: Any, result: Any) -> None:
-        results = [_local(x) for x in tensors_in((result,))]
-        inputs = [_local(x) for x in tensors_in((operands,))]
+        results = [local_of(x) for x in tensors_in((result,))]
+        inputs = [local_of(x) for x in tensors_in((operands,))]
         self._note_gradients(name, kind, inputs, results)
         if name in _PICKING:
             inputs = [*results, *inputs[1:]]  # as much of the first as of the result
@@ -321,10 +321,6 @@ def _grouped_flops(a: Tensor, b: Tensor) -> int:
 def _is_shape_inference() -> bool:
     """Return whether the library runs an operator on global shapes to learn its result's."""
     return thread_context.on_stand_ins or thread_context.outside_mesh
-
-
-def _local(x: Tensor) -> Tensor:
-    return x._local if isinstance(x, ShardedTensor) else x
 
 
 def _bytes(x: Tensor) -> int:

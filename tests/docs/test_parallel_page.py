@@ -1,5 +1,5 @@
-"""docs/parallel.md: its programs run, the rows of its tables are the named forms, and its formulas
-give their costs.
+"""docs/parallel.md: its programs and that of docs/from_fsdp2.md run, the rows of its tables are the
+named forms, and its formulas give their costs.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from tests.sharding.parallel.plans import on_axes
 from tests.sharding.ranks import collectives
 
 PAGE = (DOCS / "parallel.md").read_text()
+PROGRAMS = blocks(PAGE, "python") + blocks((DOCS / "from_fsdp2.md").read_text(), "python")
 NAMES = vars(shardmesh.parallel) | {"torch": torch, "sm": sm}
 
 
@@ -60,8 +61,8 @@ class TanhResidual(nn.Module):
 
 
 def _program(words: str) -> str:
-    (found,) = [block for block in blocks(PAGE, "python") if words in block]
-    return found.replace('"cuda"', f'"{DEVICE}"')
+    (program,) = [block for block in PROGRAMS if words in block]
+    return program.replace('"cuda"', f'"{DEVICE}"')
 
 
 def _run(words: str, names: dict[str, Any]) -> dict[str, Any]:
@@ -382,8 +383,8 @@ def test_program_with_experts_of_transformers():
     _ranks(2, program)
 
 
-def test_every_program_of_the_page_is_run():
-    assert len(blocks(PAGE, "python")) == 20
+def test_every_program_is_run():
+    assert len(PROGRAMS) == 20
 
 
 # -- the table of forms ----------------------------------------------------------------------------

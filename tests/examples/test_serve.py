@@ -28,6 +28,8 @@ pytest.importorskip("uvicorn")
 
 import serve  # noqa: E402
 
+import shardmesh as sm  # noqa: E402
+
 # The processes import transformers first; one worker runs all tests, so that there is one
 # server.
 pytestmark = [pytest.mark.timeout(420), pytest.mark.xdist_group("tour")]
@@ -292,10 +294,10 @@ def test_ctrl_c_ends_the_server() -> None:
 # -- its parts -------------------------------------------------------------------------------------
 
 
-def test_batches_of_rows_that_come_and_go() -> None:
-    """The logits of a row do not depend on the rows next to it, nor on their padding."""
+def check_rows_that_come_and_go(forward: serve.Forward) -> None:
+    """Rows join and leave a batch, each with the logits of the model for its tokens alone."""
     model = serve.tiny_model(torch.float64).eval()
-    batch = serve.Batch(model)
+    batch = serve.Batch(forward)
     prompts = {0: [5, 6, 7], 1: [9] * 12, 2: [11, 12], 3: [13] * 5}
 
     def check(logits: torch.Tensor, numbers: list[int]) -> None:
@@ -313,12 +315,43 @@ def test_batches_of_rows_that_come_and_go() -> None:
         check(batch.admit([serve.Request(2, prompts[2])]), [2])
         decode([0, 1, 2])
         batch.drop([1])
-        assert batch._cache[0][0].shape[2] == len(
-            prompts[0]
-            # The padding that the long row needed is gone.
-        )
+        # the padding that the long row needed is gone
+        assert batch._cache[0][0].shape[2] == len(prompts[0])
         decode([0, 2])
         check(batch.admit([serve.Request(3, prompts[3])]), [3])
         batch.drop([0, 2, 3])
         prompts[4] = [30, 31]
         check(batch.admit([serve.Request(4, prompts[4])]), [4])
+
+
+def test_batches_of_rows_that_come_and_go() -> None:
+    """The logits of a row do not depend on the rows next to it, nor on their padding."""
+    check_rows_that_come_and_go(serve.forward_of(serve.tiny_model(torch.float64).eval()))
+
+
+def test_batches_over_stages() -> None:
+    """The same where each rank has a layer, and no keys and values of the other."""
+
+    def program() -> list[str]:
+        mesh = sm.init_device_mesh("cpu", (2,), axis_names=("pp",))
+        forward = serve.StagedForward(serve.tiny_model(torch.float64).eval(), mesh)
+        check_rows_that_come_and_go(forward)
+        ids = torch.tensor([[5, 6]])
+        _, cache = forward(ids, torch.ones_like(ids), torch.tensor([[0, 1]]), [])
+        return [keys.device.type for keys, _ in cache]
+
+    assert sm.simulate(2)(program)() == [["cpu", "meta"], ["meta", "cpu"]]
+
+
+@pytest.mark.slow
+def test_answers_of_a_server_with_stages() -> None:
+    server = Server(2, "--stages")
+    try:
+        asked = [{**request, "adapter": ""} for request in requests(20)]
+        with ThreadPoolExecutor(CLIENTS) as clients:
+            answers = list(clients.map(lambda request: server.ask(**request), asked))
+        assert answers == answered_by_one_process(asked)
+        assert server.end_by(signal.SIGTERM) == 0
+        assert "Traceback" not in server.output
+    finally:
+        server.kill()

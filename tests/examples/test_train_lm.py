@@ -78,9 +78,27 @@ def test_training_with_layers_equals_one_process(axes, single):
     assert run.sample == single.sample
 
 
-@pytest.mark.one_in(5)
+STAGES_ON_EIGHT_RANKS = [
+    f"pp=2,{data}=2,{inner}=2"
+    for data in ("dp", "zero1", "zero2", "fsdp")
+    for inner in ("tp", "sp")
+]
+
+
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize(
-    "axes", ["pp=2", "pp=2,fsdp=2", "pp=2,tp=2", "pp=2,zero1=2", "pp=2,sp=2", "pp=2,fsdp=2,tp=2"]
+    "axes",
+    [
+        "pp=2",
+        "pp=2,fsdp=2",
+        "pp=2,tp=2",
+        "pp=2,zero1=2",
+        "pp=2,zero2=2",
+        "pp=2,sp=2",
+        "pp=2,dp=2",
+        "pp=2,dp=2,fsdp=2",
+        *STAGES_ON_EIGHT_RANKS,
+    ],
 )
 def test_training_in_stages_equals_one_process(axes, single):
     options = train_lm.parse([*ARGUMENTS, "--parallel", axes])

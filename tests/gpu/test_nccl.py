@@ -14,10 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 import shardmesh as sm
 from shardmesh.mesh.comm.current_world import current_world
 from shardmesh.mesh.comm.dtype_encoding import NATIVE
+from shardmesh.mesh.launch.session import abandon_groups
 from tests.mesh.comm.collectives import DTYPES, as_bytes, rank_values
 from tests.sharding.test_real_ranks import _train
 
@@ -116,3 +118,28 @@ def test_training_with_all_features():
     (expected,) = sm.simulate(1)(_losses)("cuda")
     (losses,) = sm.launch(_losses, 1, ("cuda",))
     torch.testing.assert_close(losses, expected, rtol=1e-9, atol=0)
+
+
+def _start_again(device_type: str) -> list[float]:
+    """Abort the groups, as an elastic job does after a loss, with a collective behind a kernel that
+    runs; start others under another prefix of the store. Return a sum over each of them.
+    """
+    sm.init_device_mesh(device_type, (1,))
+    store, backends = distributed_c10d._get_default_store(), dist.get_backend_config()
+    sums: list[float] = []
+    for epoch in range(3):
+        x = torch.ones(N, device=device_type)
+        work, out = REDUCTIONS["all_reduce"](current_world().group([0]), x, "sum", True)
+        work.wait()
+        sums.append(out.sum().item())
+        if device_type == "cuda":
+            torch.cuda._sleep(1_000_000_000)
+        REDUCTIONS["all_reduce"](current_world().group([0]), x, "sum", True)
+        abandon_groups()
+        own_store = dist.PrefixStore(f"epoch{epoch}", store)
+        dist.init_process_group(backends, store=own_store, rank=0, world_size=1)
+    return sums
+
+
+def test_groups_are_aborted_and_started_again():
+    assert sm.launch(_start_again, 1, ("cuda",)) == [[float(N)] * 3]

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -15,8 +16,9 @@ from shardmesh.mesh.launch.local_processes import JOINS
 from tests.forked import Ended, Forked
 from tests.multinode.hosts import INTERFACE, Host, NotPermitted, two_hosts
 from tests.sharding.elastic import faulty_jobs
-from tests.sharding.elastic.faulty_jobs import Plan
-from tests.sharding.elastic.faulty_ranks import STEPS, Fault, replay, train
+from tests.sharding.elastic.faulty_jobs import Plan, Replays, ended_by, happened
+from tests.sharding.elastic.faulty_ranks import PLACES, STEPS, Fault, replay, train
+from tests.sharding.elastic.test_soak import ENDING_KINDS, draw_faults, seeds_of
 from tests.tiers import slow
 
 pytestmark = [pytest.mark.xdist_group("multinode"), pytest.mark.timeout(300)]
@@ -146,7 +148,7 @@ def test_ranks_that_end(two: Lab, forked: Forked, form: str, faults: list[Fault]
 def test_a_process_joins(two: Lab, forked: Forked, node: int, faults: list[Fault], tmp_path: Path):
     """On either host; then, or meanwhile, a rank ends that was there before."""
     job = Plan(3, "ddp", [(0, 1, "vote", "await"), *faults], joins_after=1)
-    faulty_jobs.check(job, two.run_joining(job, node), forked, tmp_path)
+    faulty_jobs.check(job, two.run_joining(job, node), Replays(forked, tmp_path))
 
 
 @pytest.mark.slow
@@ -172,3 +174,59 @@ def test_the_side_of_the_lowest_rank_goes_on_when_the_network_is_cut(
         assert "ranks 2, 3 cannot reach ranks 0, 1, and may be the ones that are cut off" in (
             " ".join(one.output.split())
         )
+
+
+# -- random faults ---------------------------------------------------------------------------------
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "seed" in metafunc.fixturenames:  # one for five jobs on one host
+        seeds = seeds_of(str(metafunc.config.getoption("--faults")))
+        metafunc.parametrize("seed", range(seeds.start // 5, seeds.stop // 5))
+
+
+def plan(seed: int) -> Plan:
+    """Return the job of a seed: a cut network, after the loss of a rank or not; a host; ranks."""
+    random = Random(seed)
+    form = random.choice(["ddp", "hsdp", "tp", "two"])
+    step = random.randrange(STEPS)
+    draw = random.choice(["cut", "cut", "host", "ranks"])
+    if draw == "ranks":
+        return Plan(RANKS, form, draw_faults(random, RANKS))
+    place, kind = random.choice(PLACES), random.choice(ENDING_KINDS)
+    if draw == "host":
+        ranks = random.choice([(0, 1), (2, 3)])
+        return Plan(RANKS, form, [(rank, step, place, kind) for rank in ranks])
+    lost, cutting = random.sample(range(RANKS), 2)
+    faults: list[Fault] = [(cutting, step, place, "cut")]
+    if step > 1 and random.random() < 0.5:
+        faults.insert(0, (lost, step - 2, random.choice(PLACES), kind))
+    return Plan(RANKS, form, faults)
+
+
+def cut_off_in(job: Plan, ended: Sequence[Ended]) -> set[int]:
+    """Return the ranks that must end since they are cut off from the others.
+
+    Those of the host with fewer ranks that live, of two with as many that without the lowest one.
+    """
+    if not any(kind == "cut" for *_, kind in happened(job, ended)):
+        return set()
+    dead = {rank for rank, *_ in ended_by(job, ended)}
+    hosts = [[rank for rank in ranks if rank not in dead] for ranks in ((0, 1), (2, 3))]
+    return set(min(hosts, key=lambda ranks: (len(ranks), -min(ranks, default=0))))
+
+
+@pytest.fixture(scope="module")
+def replays(forked: Forked, tmp_path_factory: pytest.TempPathFactory) -> Replays:
+    return Replays(forked, tmp_path_factory.mktemp("replays"))
+
+
+@pytest.mark.slow
+def test_random_faults(two: Lab, replays: Replays, seed: int):
+    job = plan(seed)
+    ended = two.run(job.form, job.faults, SHARDMESH_STALL_TIMEOUT_S=faulty_jobs.STALL_S)
+    print(f"seed {seed}: {job.form}: {faulty_jobs.text_of(happened(job, ended))}")
+    cut_off = cut_off_in(job, ended)
+    for rank in cut_off:
+        assert "and may be the ones that are cut off" in " ".join(ended[rank].output.split())
+    faulty_jobs.check(job, ended, replays, cut_off=cut_off)

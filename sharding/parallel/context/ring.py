@@ -41,7 +41,7 @@ class Ring:
     """The ranks of the ring, and the blocks that this rank computes.
 
     Attributes:
-        world: the world of the ranks.
+        mesh: of the queries.
         group: the ranks.
         order: by position in the ring, the rank's index in the group; this rank alone if it has all
             keys.
@@ -51,7 +51,7 @@ class Ring:
         scale: the factor of scores.
     """
 
-    world: Any
+    mesh: Any
     group: Any
     order: tuple[int, ...]
     place: int
@@ -125,14 +125,14 @@ class _RingAttention(torch.autograd.Function):
         for current, blocks in zip(ring.passing(k, v), ring.blocks, strict=True):
             attend(state, q, *current, blocks, ring.scale)
         out = state.out.to(q.dtype)
-        ctx.ring, ctx.lineage = ring, ring.world.comm_context.lineage
+        ctx.ring, ctx.lineage = ring, ring.mesh.world.comm_context.lineage
         ctx.save_for_backward(q, k, v, out, state.lse)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
-        with torch.no_grad(), backward_comm_context(ctx.ring.world, ctx.lineage):
+        with torch.no_grad(), backward_comm_context(ctx.lineage, ctx.ring.mesh):
             input_grads = _ring_grads(ctx.ring, with_memory(grads[0]), *saved)
             gradients = [grad.to(x.dtype) for grad, x in zip(input_grads, saved, strict=False)]
         return *without_derivative(gradients, _ONCE), None

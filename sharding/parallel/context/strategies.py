@@ -118,7 +118,7 @@ def _ring(
     )
     keys = tuple(part_sizes(k, len(k.shape) + SEQUENCE))
     ring = Ring(
-        mesh.world,
+        mesh,
         group,
         tuple(map(group.ranks.index, ranks)),
         position,
@@ -154,7 +154,7 @@ def _with_all_keys(
         ranks.index(mesh.world.rank) if splitting_axes(q, len(q.shape) + SEQUENCE) else 0
     ]
     blocks = (_blocks(own_runs, tuple(run for runs in of_keys for run in runs), options),)
-    ring = Ring(mesh.world, None, (0,), 0, (k.shape[SEQUENCE],), blocks, _scale(q, options))
+    ring = Ring(mesh, None, (0,), 0, (k.shape[SEQUENCE],), blocks, _scale(q, options))
     return AttentionStrategy((q, k, v), out, out, _with_heads(ring, q, k))
 
 

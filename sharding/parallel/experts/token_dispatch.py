@@ -372,5 +372,5 @@ class _AllToAllRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        with backward_comm_context(ctx.reverse[0].mesh.world, ctx.lineage):
+        with backward_comm_context(ctx.lineage, ctx.reverse[0].mesh):
             return all_to_all_v(with_memory(grads[0]), *ctx.reverse), None, None, None

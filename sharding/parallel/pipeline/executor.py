@@ -20,7 +20,7 @@ from ....mesh.comm.group import Group
 from ....mesh.comm.recording.recorder import CommTag
 from ....mesh.comm.world import World
 from ....mesh.errors import WatchError
-from ...tensor.sharded_tensor import ShardedTensor
+from ...tensor.sharded_tensor import ShardedTensor, local_of
 from ..tensor.plain_calls import whole_outputs_plain
 from .actions import Action, Row, actions_in
 from .gathering import StepGathers
@@ -29,7 +29,7 @@ from .microbatches import Microbatch
 from .random_numbers import StepRandom
 from .split_backward import SplitBackward
 from .stages.stage import Stages
-from .transport import Transport, local_of
+from .transport import Transport
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,13 @@ from torch import Tensor, nn
 
 from ...layout.layout import Layout
 from ...layout.spec import P
-from ...tensor.sharded_tensor import ShardedTensor
+from ...tensor.sharded_tensor import ShardedTensor, local_of
 from ..data.materialize import write_initial_values
 from ..data.unit import units_in
 from ..replaced import mark_replaced
 from .stage_tensors import LINEAGE, StageTensors
 from .stages.staged_model import StagedModel
 from .stages.units import Place, places_of
-from .transport import local_of
 
 
 def materialize_stages(

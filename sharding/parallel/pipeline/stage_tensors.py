@@ -28,10 +28,9 @@ from ....mesh.device_mesh import DeviceMesh
 from ...layout.layout import Layout
 from ...layout.spec import P
 from ...lineage import seed_of
-from ...tensor.sharded_tensor import ShardedTensor
+from ...tensor.sharded_tensor import ShardedTensor, local_of
 from .places import places_along
 from .stage_meshes import StageMeshes
-from .transport import local_of
 
 # of all tensors of the tree: how a tensor was made, only the ranks of its stage know
 LINEAGE = seed_of("tensor of a stage")

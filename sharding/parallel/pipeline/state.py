@@ -20,10 +20,9 @@ from ....mesh.comm.agreement import gather_facts
 from ....mesh.comm.recording.recorder import CommTag
 from ...layout.layout import Layout
 from ...layout.spec import P
-from ...tensor.sharded_tensor import ShardedTensor
+from ...tensor.sharded_tensor import ShardedTensor, local_of
 from .stage_tensors import LINEAGE, StageTensors, TensorMeta, WholeTree, as_stored
 from .stages.stage import Stage
-from .transport import local_of
 
 _GROUPS = CommTag("pipeline: parameter groups of optimizers")
 

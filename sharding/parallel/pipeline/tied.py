@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from ....mesh.comm.recording.recorder import CommTag
 from ...layout.layout import Layout
-from ...tensor.sharded_tensor import ShardedTensor
+from ...tensor.sharded_tensor import ShardedTensor, local_of
 from .stage_tensors import LINEAGE, TensorMeta
 from .state import WholeModel
-from .transport import local_of
 
 _SUM = CommTag("pipeline: gradients of tied parameters")
 

@@ -31,7 +31,7 @@ from ....mesh.device_mesh import DeviceMesh
 from ...layout.layout import Layout
 from ...layout.spec import P
 from ...tensor.convert import device_put
-from ...tensor.sharded_tensor import ShardedTensor
+from ...tensor.sharded_tensor import ShardedTensor, local_of
 from .actions import Action, Row, Rows, actions_in, stages_of
 from .places import Places
 from .stage_meshes import WHOLE, Route, StageMeshes
@@ -151,11 +151,6 @@ class ValueMeta:
 
 
 Metas = tuple[ValueMeta, ...]
-
-
-def local_of(value: Tensor) -> Tensor:
-    """Return the tensor that autograd sees: the local part of a sharded one."""
-    return value._local if isinstance(value, ShardedTensor) else value
 
 
 def transfers(rows: Rows) -> dict[tuple[int, int], list[Action]]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...autograd import engine_hooks
 from ...autograd.grad_origin import Origin, note_origin
 from ...layout.spec import P
-from ...lineage import comm_context, mixed
+from ...lineage import loss_context, mixed
 from ...redistribute.linear import redistribute_grad, redistribute_grads
 from ..sharded_tensor import ShardedTensor
 from .leaf_grads import GRADIENT, add
@@ -39,9 +39,7 @@ def backward(
     seeds = [_seed(y, g) for y, g in zip(tensors, output_grads, strict=True)]
     leaves = None if inputs is None else [part_of(x) for x in _as_list(inputs)]
     sharded = [y for y in tensors if isinstance(y, ShardedTensor)]
-    with (
-        comm_context(sharded[0].mesh.world, mixed(GRADIENT, sharded)) if sharded else nullcontext()
-    ):
+    with loss_context(sharded, mixed(GRADIENT, sharded)) if sharded else nullcontext():
         torch.autograd.backward(
             [part_of(y) for y in tensors], seeds, retain_graph, create_graph, inputs=leaves
         )

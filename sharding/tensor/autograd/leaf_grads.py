@@ -34,7 +34,7 @@ from ....mesh.comm.world import World
 from ...autograd import engine_hooks
 from ...autograd.grad_origin import Origin, note_origin, origin_of
 from ...layout.layout import Layout, distinct_mesh_names
-from ...lineage import comm_context, mixed, seed_of, unpacked
+from ...lineage import comm_context, loss_lineage, mixed, seed_of, unpacked
 from ...redistribute.autograd import redistribute_local
 from ...redistribute.executor import executor_of_many
 from ...redistribute.linear import redistribute_grad
@@ -200,12 +200,11 @@ def start(
         donate: the gradients may be overwritten, and the sums may use their memory.
     """
     buckets = _buckets(zip(leaves, grads, strict=True))
-    world = leaves[0].mesh.world
-    reducer = world.state(_GradReducer)
-    for members in buckets.values():
+    reducer = leaves[0].mesh.world.state(_GradReducer)
+    for (mesh, *_), members in buckets.items():
         bucket_leaves, bucket_grads = zip(*members, strict=True)
         wait = _start_bucket(bucket_leaves, bucket_grads, tag, donate)
-        reducer.started.append(_Started(bucket_leaves, wait, unpacked(world.comm_context.lineage)))
+        reducer.started.append(_Started(bucket_leaves, wait, unpacked(loss_lineage(mesh))))
     reducer.flush_at_end()
 
 
@@ -313,7 +312,7 @@ def _reduce(leaves: Sequence[ShardedTensor]) -> None:
             reduced = _start_bucket(bucket_leaves, grads, None, False)()
         for (leaf, _), grad in zip(members, reduced, strict=True):
             leaf._local.grad = None
-            _accumulate(leaf, grad, unpacked(leaf.mesh.world.comm_context.lineage))
+            _accumulate(leaf, grad, unpacked(loss_lineage(leaf.mesh)))
 
 
 def _buckets(
@@ -344,8 +343,8 @@ def _start_bucket(
     sources = [_source_of_sum(grad, layout) for grad, layout in zip(grads, layouts, strict=True)]
     pairs = tuple((src, layout.grad) for (_, src), layout in zip(sources, layouts, strict=True))
     are_grads = all(source is grad for (source, _), grad in zip(sources, grads, strict=True))
-    world = leaves[0].mesh.world
-    with comm_context(world, mixed(unpacked(world.comm_context.lineage), leaves)):
+    mesh = leaves[0].mesh
+    with comm_context(mesh.world, mixed(unpacked(loss_lineage(mesh)), leaves)):
         parts = executor_of_many(pairs).start(
             [source for source, _ in sources], donate=donate and are_grads, tag=tag
         )

@@ -79,9 +79,11 @@ def test_options_of_torchrun_pass_through_unread(program, launched, monkeypatch)
         (["other.py", "--mesh", "dp=2"], "there is no file 'other.py'"),
         (["--mesh", "dp=2"], "write the program to run"),
         (["-m", "--mesh", "dp=2"], "write the program to run"),
+        (["train.py", "--mesh", "dp=128,tp=8"], "1024 processes are more than a command starts"),
     ],
 )
-def test_wrong_lines_end_in_one_line(line, message, program, launched, capsys):
+def test_wrong_lines_end_in_one_line(line, message, program, launched, capsys, monkeypatch):
+    monkeypatch.setattr(run_command, "usable_cores", lambda: 8)
     assert main(["run", *line]) == 2
     said = capsys.readouterr().err
     assert message in said

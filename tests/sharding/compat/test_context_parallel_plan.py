@@ -101,6 +101,40 @@ def test_sequences_split_over_ranks(ranks: int, balanced: str, rotate: str) -> N
     on_mesh((ranks,), program)
 
 
+@pytest.mark.parametrize("rotate", ["allgather", "alltoall"])
+def test_a_loss_split_by_classes_over_another_axis(rotate: str) -> None:
+    """The ranks of an attention group have losses of their own, on slices of the other axis."""
+    length = 16
+    model, tokens, labels, positions = batch(length)
+    expected = loss_of(model, tokens, positions, labels)
+    expected.backward()
+
+    def program(mesh: sm.DeviceMesh) -> None:
+        model, *buffers = batch(length)
+        set_rotate_method(rotate)
+        cp, tp = mesh["a"], mesh["b"]
+        parallelize_module(
+            model,
+            tp,
+            {"head": compat.ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)},
+        )
+        parallelize_module(model.inner, cp, _ContextParallel(seq_dim=2, attention_type=SDPA))
+        balancer = _HeadTailLoadBalancer(length, cp.size(), "cpu")
+        tokens, labels, positions = _context_parallel_shard(cp, buffers, (1, 1, 1), balancer)
+        with compat.loss_parallel():
+            loss = loss_of(model, tokens, positions, labels)
+            loss.backward()
+        total = loss.detach().full_tensor()
+        cp.group().all_reduce(total)
+        torch.testing.assert_close(total, expected.detach(), rtol=1e-12, atol=0)
+        grad = model.embed.weight.grad
+        cp.group().all_reduce(grad)
+        torch.testing.assert_close(grad, embedding_grad, rtol=1e-11, atol=1e-12)
+
+    embedding_grad = model.embed.weight.grad
+    on_mesh((2, 2), program)
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("balanced", ["ours", "in order"])
 def test_flex_attention(balanced: str) -> None:

@@ -6,17 +6,26 @@ one before has saved, and has as many ranks as the mesh.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
+import numpy as np
+
+import shardmesh as sm
 from tests.forked import Ended, Forked, by_hand
-from tests.sharding.elastic.faulty_ranks import STEPS, Fault, train, train_part
+from tests.sharding.elastic.faulty_ranks import LOST, STEPS, Fault, shape_for, train, train_from
 
 LIMIT_S = 200.0
-STALL_S = "20"  # after which a rank that is stopped counts as hung: healthy ones may be slow here
+STALL_S = "10"  # after which a rank that is stopped counts as hung: healthy ones may be slow here
+EXIT_S = "8"  # of which 0.8 pass until such a rank is ended
 SAVE_EVERY = 2  # as of `train`
+
+Segments = tuple[tuple[int, int], ...]  # (step, number of ranks from there on)
 
 
 @dataclass(frozen=True)
@@ -31,6 +40,8 @@ class Plan:
         saves: whether it saves checkpoints.
         joins_after: the step after which a process joins; None if none does.
         faults_of_joining: of that process, whose number at the start is `size`.
+        holds: whether ranks that have finished wait for the others and are ended; the end of an
+            interpreter takes as much time as all the rest.
     """
 
     size: int
@@ -41,38 +52,66 @@ class Plan:
     saves: bool = False
     joins_after: int | None = None
     faults_of_joining: list[Fault] = field(default_factory=list)
+    holds: bool = False
 
     def mesh_size(self, ranks: int) -> int:
         """Return how many of the members are in the mesh."""
         return min(ranks, max(self.size, ranks) - self.spares)
 
-    def may_lose_state(self, failed: set[int]) -> bool:
-        """Return whether these ranks may have held together what no other one had."""
-        faults = self.faults
-        is_together = len(faults) > 1 and faults[0][1] == faults[-1][1] and faults[-1][2] != "again"
-        if self.form == "fsdp" and self.saves:
-            return min(step for _, step, *_ in faults) < SAVE_EVERY
-        if self.form == "fsdp":
-            return is_together
-        pairs: list[list[int]] = []  # that hold the same alone
-        if self.size == 4 and self.form in ("hsdp", "tp", "two", "accumulated"):
-            pairs = [[0, 2], [1, 3]]
-        elif self.size == 4 and self.form == "pp":
-            pairs = [[0, 1], [2, 3]]
-        return is_together and sorted(failed) in pairs
+    def loses_state(self, before: Sequence[int], left: Sequence[int]) -> bool:
+        """Return whether the ranks that are left lack a part of the state, copies included.
+
+        Args:
+            before: the members, of whose mesh the state is.
+            left: those that go on.
+        """
+        size = self.mesh_size(len(before))
+        holders = holders_of_parts(self.form, size)
+        if self.redundancy:  # on one host the next rank has a copy
+            holders = [{*ranks, *((rank + 1) % size for rank in ranks)} for ranks in holders]
+        numbers = {number for number in range(size) if before[number] in left}
+        return any(ranks.isdisjoint(numbers) for ranks in holders)
+
+
+def holders_of_parts(form: str, size: int) -> list[set[int]]:
+    """Return which ranks of a mesh hold the same part of the state, for each part."""
+    if form in ("ddp", "fsdp"):
+        return [set(range(size))] if form == "ddp" else [{rank} for rank in range(size)]
+    grid = np.arange(size).reshape(shape_for(form, size))
+    return [set(ranks.tolist()) for ranks in (grid if form == "pp" else grid.T)]
 
 
 # -- what came of it -------------------------------------------------------------------------------
 
 
-def ends(form: str, fault: Fault, output: str) -> bool:
-    """Return whether a fault has ended its rank, by what the rank has printed: one that raises
-    while its optimizer writes without an undo copy can neither complete the step nor undo it.
+def happened(job: Plan, ended: Sequence[Ended]) -> list[Fault]:
+    """Return the faults that ranks have come to, as they have printed."""
+    faults = [*job.faults, *((job.size, *fault[1:]) for fault in job.faults_of_joining)]
+    return [
+        (rank, step, place, kind)
+        for rank, step, place, kind in faults
+        if kind != "await" and f"fault: {kind} in {place} of step {step}" in ended[rank].output
+    ]
+
+
+def ended_by(job: Plan, ended: Sequence[Ended]) -> list[Fault]:
+    """Return the faults that have ended their ranks.
+
+    One that raises while its optimizer writes without an undo copy can neither complete the step
+    nor undo it.
     """
-    _, step, place, kind = fault
-    if kind == "await" or f"fault: {kind} in {place} of step {step}" not in output:
-        return False
-    return kind != "raise" or (form != "two" and place in ("write", "after"))
+    return [
+        (rank, step, place, kind)
+        for rank, step, place, kind in happened(job, ended)
+        if kind in ("kill", "exit", "stop")
+        or (kind == "raise" and job.form != "two" and place in ("write", "after"))
+    ]
+
+
+def text_of(faults: Sequence[Fault]) -> str:
+    return ", ".join(
+        f"{kind} in {place} of step {step} on rank {rank}" for rank, step, place, kind in faults
+    )
 
 
 def run_plan(forked: Forked, job: Plan, folder: Path) -> list[Ended]:
@@ -85,14 +124,15 @@ def run_plan(forked: Forked, job: Plan, folder: Path) -> list[Ended]:
         LOCAL_WORLD_SIZE=str(job.size),
         SHARDMESH_WATCH_DIR=str(files),
         SHARDMESH_STALL_TIMEOUT_S=STALL_S,
+        SHARDMESH_EXIT_S=EXIT_S,
     )
     if job.joins_after is not None:
         args.append((job.form, list(map(list, job.faults_of_joining)), *more))
         env.append({**env[0], "SHARDMESH_ELASTIC_JOIN": "1"})
-    return forked.run(train, args, env, forked.new_folder(), limit_s=LIMIT_S)
+    return forked.run(train, args, env, forked.new_folder(), limit_s=LIMIT_S, holds=job.holds)
 
 
-def segments_of(job: Plan, events: Sequence[Sequence[Any]]) -> list[tuple[int, int]]:
+def segments_of(job: Plan, events: Sequence[Sequence[Any]]) -> Segments:
     """Return from which steps on which numbers of ranks are in the mesh.
 
     Steps that the job has gone back behind are not among them.
@@ -102,48 +142,100 @@ def segments_of(job: Plan, events: Sequence[Sequence[Any]]) -> list[tuple[int, i
         while segments and segments[-1][0] >= step:
             segments.pop()
         segments.append((step, job.mesh_size(len(ranks))))
-    return segments
+    return tuple(segments)
 
 
-def replay_parts(
-    forked: Forked, form: str, segments: Sequence[tuple[int, int]], folder: Path
-) -> tuple[list[float], dict[str, str]]:
-    """Return losses, and the hashes at the end, of jobs without faults on these meshes."""
-    losses: list[float] = []
-    hashes: dict[str, str] = {}
-    ends_of = [step for step, _ in segments[1:]] + [STEPS]
-    for (first, size), last in zip(segments, ends_of, strict=True):
-        ended = forked(train_part, size, form, first, last, str(folder), limit_s=LIMIT_S)
+class Replays:
+    """Jobs without faults, one for each mesh, each from what the one before has saved.
+
+    Each of them goes on to the last step and saves every step, so it is run once for all schedules
+    that begin like it. Safe for several threads.
+
+    Args:
+        folder: for what they save.
+    """
+
+    def __init__(self, forked: Forked, folder: Path) -> None:
+        self._forked, self._folder = forked, folder
+        self._lock = Lock()
+        self._results: dict[tuple[str, Segments], Future[dict[str, Any]]] = {}
+
+    def run(self, form: str, segments: Segments) -> tuple[list[float], dict[str, str]]:
+        """Return losses, and the hashes at the end, on the meshes of these segments."""
+        losses: list[float] = []
+        hashes: dict[str, str] = {}
+        ends_of = [step for step, _ in segments[1:]] + [STEPS]
+        for number, ((first, _), last) in enumerate(zip(segments, ends_of, strict=True), 1):
+            result = self._result(form, segments[:number])
+            losses += result["losses"][: last - first]
+            hashes = result["hashes"]
+        return losses, hashes
+
+    def _result(self, form: str, segments: Segments) -> dict[str, Any]:
+        """Return losses and hashes of the job of the last of these segments."""
+        with self._lock:
+            known = self._results.get((form, segments))
+            result = self._results[form, segments] = known or Future()
+        if known is None:
+            try:
+                result.set_result(self._run(form, segments))
+            except BaseException as error:
+                result.set_exception(error)
+        return result.result()
+
+    def _run(self, form: str, segments: Segments) -> dict[str, Any]:
+        first, size = segments[-1]
+        folders = [str(self._folder / name_of(form, part)) for part in (segments[:-1], segments)]
+        args = [(form, first, *folders)] * size
+        folder = self._forked.new_folder()
+        watch = self._forked.new_folder("watch")
+        env = by_hand(size, LOCAL_WORLD_SIZE=str(size), SHARDMESH_WATCH_DIR=str(watch))
+        ended = self._forked.run(train_from, args, env, folder, limit_s=LIMIT_S, holds=True)
         assert ended[0].value is not None, ended[0].output
-        losses += ended[0].value["losses"]
-        hashes = ended[0].value["hashes"]
-    return losses, hashes
+        return ended[0].value
 
 
-def check(job: Plan, ended: Sequence[Ended], forked: Forked, folder: Path) -> None:
+def name_of(form: str, segments: Segments) -> str:
+    return "-".join([form, *(f"{step}.{size}" for step, size in segments)])
+
+
+def check(
+    job: Plan,
+    ended: Sequence[Ended],
+    replays: Replays,
+    saved: Path | None = None,
+    cut_off: Collection[int] = (),
+) -> None:
+    """Compare what has come of a job with jobs without faults on the same meshes.
+
+    Args:
+        saved: the folder of its checkpoints, if it has one.
+        cut_off: ranks that had to end since they did not reach the others.
+    """
     printed = "\n".join(f"--- rank {rank}\n{one.output}" for rank, one in enumerate(ended))
-    faults = [*job.faults, *((job.size, *fault[1:]) for fault in job.faults_of_joining)]
-    failed = {f[0] for f in faults if f[3] != "await"}
-    if any("StateLostError" in one.output for one in ended):
-        assert job.may_lose_state(failed), printed
+    dead = {rank for rank, *_ in ended_by(job, ended)} | set(cut_off)
+    if any(LOST in one.output for one in ended):
+        told = {line for one in ended for line in one.output.splitlines() if LOST in line}
+        (line,) = told
+        before, left = json.loads(line.removeprefix(LOST))
+        assert job.loses_state(before, left), printed
+        assert saved is None or sm.checkpoint.latest(saved) is None, printed
         for rank, one in enumerate(ended):
-            if rank not in failed:
-                assert (one.status, "StateLostError: after step" in one.output) == (1, True), (
-                    printed
-                )
+            is_lost = one.status == 1 and "StateLostError: after step" in one.output
+            assert is_lost or rank in dead, printed
         return
-    dead = {fault[0] for fault in faults if ends(job.form, fault, ended[fault[0]].output)}
     if job.joins_after is not None and 0 in dead and ended[-1].status == 1:
         # the store by which it joins has ended with rank 0, before it was a member
         assert "LaunchEnvironmentError: " in ended[-1].output, printed
         dead.add(job.size)
     for rank, one in enumerate(ended):
-        assert (one.status == 0) == (rank not in dead), printed
+        has_finished = one.value is not None and one.status == (None if job.holds else 0)
+        assert has_finished == (rank not in dead), printed
     left = [rank for rank in range(len(ended)) if rank not in dead]
     values = [ended[rank].value for rank in left]
     events = values[0]["events"]
     assert (events[-1][2] if events else list(range(job.size))) == left, printed
-    losses, hashes = replay_parts(forked, job.form, segments_of(job, events), folder)
+    losses, hashes = replays.run(job.form, segments_of(job, events))
     for value in values:
         own = value["events"]
         assert [event[:3] for event in own] == [event[:3] for event in events[-len(own) :]], printed

@@ -7,6 +7,7 @@ to that place of that step.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from shardmesh import P, ShardedTensor
 from shardmesh.mesh.comm.current_world import current_world
 from shardmesh.mesh.elastic.membership import Membership
 from shardmesh.mesh.monitor.store_keys import StoreKeys
+from shardmesh.mesh.settings import settings
 from shardmesh.sharding.checkpoint import save as checkpoint_save
 from shardmesh.sharding.checkpoint.tree import leaves, name_of
 from shardmesh.sharding.elastic import job as elastic_job
@@ -38,6 +40,8 @@ MICRO_BATCHES = 2  # of a step that accumulates
 PLACES = ["data", "forward", "backward", "vote", "write", "after"]
 PLACES_OF_A_SAVE = ["save", "saved"]
 PLACES_AFTER_A_LOSS = ["agree", "regroup", "build", "exchange", "confirm", "again"]
+
+LOST = "state lost; ranks before and after: "  # printed
 
 Fault = Sequence[Any]  # (rank, step, place, kind)
 
@@ -338,17 +342,23 @@ def train(
         return mesh_over(form, range(n))
 
     step, data = steps_of(form)
-    run = sm.elastic.run(
-        lambda mesh: build(form, mesh),
-        step,
-        data,
-        make_mesh=make_mesh,
-        steps=STEPS,
-        spares=spares,
-        redundancy=redundancy,
-        checkpoint=checkpoint or None,
-        save_every=2 if checkpoint else None,
-    )
+    try:
+        run = sm.elastic.run(
+            lambda mesh: build(form, mesh),
+            step,
+            data,
+            make_mesh=make_mesh,
+            steps=STEPS,
+            spares=spares,
+            redundancy=redundancy,
+            checkpoint=checkpoint or None,
+            save_every=2 if checkpoint else None,
+        )
+    except sm.elastic.StateLostError:
+        decision = memberships[-1].member.decision
+        assert decision is not None
+        print(f"{LOST}{json.dumps([decision.source.members, decision.members])}", flush=True)
+        raise
     is_spare = run.mesh.coordinate is None
     return {
         "losses": [] if is_spare else run.losses,
@@ -419,8 +429,12 @@ def replay(form: str, schedule: Sequence[Sequence[Any]]) -> dict[str, Any]:
     return {"losses": losses, "hashes": hashes(state)}
 
 
-def train_part(form: str, first: int, last: int, folder: str) -> dict[str, Any]:
-    """Take steps without faults, from a checkpoint if the first is not 0, and save the state.
+def train_from(form: str, first: int, source: str, folder: str) -> dict[str, Any]:
+    """Take the steps from `first` on without faults, and save the state after each.
+
+    Args:
+        source: the folder of the checkpoint of step `first`; not read if that is 0.
+        folder: to save into.
 
     Return losses and hashes as `train`.
     """
@@ -430,15 +444,16 @@ def train_part(form: str, first: int, last: int, folder: str) -> dict[str, Any]:
     model, (optimizer, *_) = state["model"], state["optimizers"]
     if first and form == "pp":
         named = sm.checkpoint.state_dict(model, optimizer)
-        loaded = sm.checkpoint.load(folder, named, step=first)
+        loaded = sm.checkpoint.load(source, named, step=first)
         sm.checkpoint.load_state_dict(model, loaded, optimizer)
     elif first:
-        state = sm.checkpoint.load(folder, state, step=first)
+        state = sm.checkpoint.load(source, state, step=first)
     step, data = steps_of(form)
-    losses = [step(state, data(index, mesh), mesh) for index in range(first, last)]
-    if last < STEPS:
+    losses: list[float] = []
+    for index in range(first, STEPS):
+        losses.append(step(state, data(index, mesh), mesh))
         saved = sm.checkpoint.state_dict(model, optimizer) if form == "pp" else state
-        sm.checkpoint.save(saved, folder, step=last)
+        sm.checkpoint.save(saved, folder, step=index + 1)
     return {"losses": losses, "hashes": hashes(state)}
 
 
@@ -468,7 +483,15 @@ def misuses() -> dict[str, list[Any]]:
             optimizer.step()
             attempt.loss = loss.item()
 
-    for misuse in (job.save, outside, without_a_vote, communicating_afterwards):
+    def without_an_end() -> None:
+        settings().exit_s = 0
+        try:
+            sm.elastic.ElasticJob(lambda _: {}, make_mesh=lambda n: mesh_over("ddp", range(n)))
+        finally:
+            settings().exit_s = 10
+
+    misused = job.save, outside, without_an_end, without_a_vote, communicating_afterwards
+    for misuse in misused:
         try:
             misuse()
         except Exception as error:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.forked import Ended, Forked, by_hand, statuses
-from tests.sharding.elastic.faulty_jobs import Plan, check, run_plan
+from tests.sharding.elastic.faulty_jobs import Plan, Replays, check, run_plan
 from tests.sharding.elastic.faulty_ranks import (
     PLACES,
     PLACES_AFTER_A_LOSS,
@@ -162,7 +162,7 @@ def test_random_faults(forked: Forked, seed: int):
 def test_a_replica_of_a_stage_ends(forked: Forked, faults: list[Fault], tmp_path: Path):
     """Pipelines of two stages with two replicas, of one with three, of two without."""
     job = Plan(RANKS, "pp", faults)
-    check(job, run_plan(forked, job, tmp_path), forked, tmp_path / "replay")
+    check(job, run_plan(forked, job, tmp_path), Replays(forked, tmp_path))
 
 
 @pytest.mark.slow
@@ -313,7 +313,7 @@ def test_the_next_loss_finds_copies_whenever_it_comes(forked: Forked, place: str
     """
     job = Plan(RANKS, "fsdp", [(2, 2, "backward", "kill"), (0, 2, place, "kill")], redundancy=1)
     ended = run_plan(forked, job, tmp_path)
-    check(job, ended, forked, tmp_path / "replay")
+    check(job, ended, Replays(forked, tmp_path / "replay"), tmp_path / "saved")
     assert statuses(ended) == [-9, 0, -9, 0]
 
 
@@ -337,7 +337,7 @@ def test_a_spare_that_has_built_nothing_takes_a_place(
     """`fully_shard` and `pipeline` are for ranks of the mesh; a spare takes part in checkpoints."""
     job = Plan(RANKS, form, [(lost, 3, "backward", "kill")], spares=1, saves=True)
     ended = run_plan(forked, job, tmp_path)
-    check(job, ended, forked, tmp_path / "replay")
+    check(job, ended, Replays(forked, tmp_path / "replay"), tmp_path / "saved")
     assert (tmp_path / "saved" / "step-00000006").exists()
 
 
@@ -355,9 +355,10 @@ def test_steps_that_would_break_the_promise_are_refused(forked: Forked):
     for one in ended:
         assert one.value is not None, one.output
         # the vote; running mean, variance and count of the norm; nothing over a store
-        assert one.value["costs"] == [[["all_reduce"], 2 * 14 + 1, []]] * 3
-        save, outside, without_a_vote, communicating = one.value["errors"]
+        assert one.value["costs"] == [[["all_to_all"], 2 * 14 + 1, []]] * 3
+        save, outside, without_an_end, without_a_vote, communicating = one.value["errors"]
         assert save.startswith("ValueError: job.save(): write ElasticJob(..., checkpoint=folder)")
         assert outside.startswith("RuntimeError: optimizer.step() outside of `with job.attempt()`")
+        assert without_an_end.startswith("LaunchEnvironmentError: SHARDMESH_EXIT_S=0: an elastic")
         assert without_a_vote.startswith("ElasticJobError: the step has written parameters without")
         assert communicating.startswith("RuntimeError: a step communicates (all_reduce over ranks")

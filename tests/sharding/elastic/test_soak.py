@@ -1,17 +1,31 @@
 """Jobs of 4 and 8 processes in which ranks fail anywhere, in any way.
 
-`--faults 500` runs so many of them. A seed is a job: its faults are the same in each run.
+`--faults 500` runs so many of them. A seed is a job: its faults are the same in each run. Jobs run
+at the same time, since those with a rank that is stopped wait much of theirs; each prints the
+faults that its ranks have come to (`-rP` shows them).
 """
 
 from __future__ import annotations
 
+import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 import pytest
 
 from tests.forked import Forked
-from tests.sharding.elastic.faulty_jobs import SAVE_EVERY, Plan, check, run_plan
+from tests.sharding.elastic.faulty_jobs import (
+    SAVE_EVERY,
+    Plan,
+    Replays,
+    check,
+    happened,
+    run_plan,
+    text_of,
+)
 from tests.sharding.elastic.faulty_ranks import (
     PLACES,
     PLACES_AFTER_A_LOSS,
@@ -20,14 +34,24 @@ from tests.sharding.elastic.faulty_ranks import (
     Fault,
 )
 
+AT_ONCE = 8  # jobs of a test
 KINDS = ["kill", "kill", "exit", "raise", "stop"]
-ENDING_KINDS = ["kill", "exit", "stop"]
+ENDING_KINDS = ["kill", "kill", "exit", "exit", "stop"]
 FORMS = ["ddp", "hsdp", "tp", "two", "accumulated", "pp"]
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    metafunc.parametrize("seed", range(int(metafunc.config.getoption("--faults") or 0)))
+    if "seeds" in metafunc.fixturenames:
+        all_seeds = seeds_of(str(metafunc.config.getoption("--faults")))
+        starts = range(0, len(all_seeds), AT_ONCE)
+        metafunc.parametrize("seeds", [all_seeds[start : start + AT_ONCE] for start in starts])
+
+
+def seeds_of(option: str) -> range:
+    """Return the seeds that `--faults` names: "20", or "100:600"."""
+    first, _, last = option.rpartition(":")
+    return range(int(first or 0), int(last))
 
 
 def plan(seed: int) -> Plan:
@@ -37,11 +61,11 @@ def plan(seed: int) -> Plan:
     draw = random.choice(
         [draw_any, draw_any, draw_host, draw_save, draw_copies, draw_spares, draw_joining]
     )
-    return draw(random, size)
+    return replace(draw(random, size), holds=seed % 4 != 0)
 
 
 def draw_any(random: Random, size: int) -> Plan:
-    """One or two ranks fail, the second one also while the others recover."""
+    """Ranks fail one after the other, the later ones also while the others recover."""
     return Plan(size, random.choice(FORMS), draw_faults(random, size))
 
 
@@ -51,6 +75,10 @@ def draw_host(random: Random, size: int) -> Plan:
     step, place = random.randrange(STEPS), random.choice(PLACES)
     kind = random.choice(ENDING_KINDS)
     faults: list[Fault] = [(rank, step, place, kind) for rank in (first, first + 1)]
+    if size == 8 and step + 1 < STEPS:  # and a rank of another one later
+        other = random.choice([rank for rank in range(size) if rank not in (first, first + 1)])
+        later = random.randrange(step + 1, STEPS)
+        faults.append((other, later, random.choice(PLACES), random.choice(KINDS)))
     return Plan(size, random.choice(FORMS), faults)
 
 
@@ -107,19 +135,56 @@ def draw_joining(random: Random, size: int) -> Plan:
 
 
 def draw_faults(random: Random, size: int) -> list[Fault]:
-    first, second = random.sample(range(size), 2)
-    if random.random() < 0.3:
-        first, second = 0, max(first, second)  # the rank that serves the stores
-    step = random.randrange(STEPS)
-    faults: list[Fault] = [(first, step, random.choice(PLACES), random.choice(KINDS))]
-    if random.random() < 0.6:
-        later = random.randrange(step, STEPS)
-        places = PLACES if later > step else [*PLACES, *PLACES_AFTER_A_LOSS]
-        kinds = [kind for kind in KINDS if kind != "raise" or faults[0][3] != "raise"]
-        faults.append((second, later, random.choice(places), random.choice(kinds)))
+    """Return one or two faults of four ranks, two to four of eight."""
+    count = random.choice([1, 2, 2] if size == 4 else [2, 3, 4])
+    ranks = random.sample(range(size), count)
+    if random.random() < 0.3 and 0 not in ranks:
+        ranks[0] = 0  # the rank that serves the stores
+    faults: list[Fault] = []
+    kinds = KINDS
+    before = -1
+    for rank, step in zip(ranks, sorted(random.choices(range(STEPS), k=count)), strict=True):
+        places = [*PLACES, *PLACES_AFTER_A_LOSS] if step == before else PLACES
+        kind = random.choice(kinds)
+        if kind == "raise":  # a second one would end the job, or not count
+            kinds = [other for other in kinds if other != "raise"]
+        faults.append((rank, step, random.choice(places), kind))
+        before = step
     return faults
 
 
-def test_random_faults(forked: Forked, tmp_path: Path, seed: int):
+@pytest.fixture(scope="module")
+def replays(forked: Forked, tmp_path_factory: pytest.TempPathFactory) -> Replays:
+    return Replays(forked, tmp_path_factory.mktemp("replays"))
+
+
+def run_seed(seed: int, forked: Forked, replays: Replays, folder: Path) -> str:
+    """Run a job and check what has come of it; return that as a line."""
     job = plan(seed)
-    check(job, run_plan(forked, job, tmp_path), forked, tmp_path / "replay")
+    folder.mkdir()
+    since = time.monotonic()
+    ended = run_plan(forked, job, folder)
+    job_s = time.monotonic() - since
+    check(job, ended, replays, folder / "saved" if job.saves else None)
+    seconds = f"{job_s:.1f} s and {time.monotonic() - since - job_s:.1f} s"
+    faults = text_of(happened(job, ended))
+    return f"seed {seed}: {job.form} on {job.size} ranks: {faults}: {seconds}"
+
+
+def test_random_faults(forked: Forked, replays: Replays, tmp_path: Path, seeds: range):
+    with ThreadPoolExecutor(len(seeds)) as pool:
+        jobs = {
+            seed: pool.submit(run_seed, seed, forked, replays, tmp_path / str(seed))
+            for seed in seeds
+        }
+    failed: list[Exception] = []
+    for seed, job in jobs.items():
+        error = job.exception()
+        if isinstance(error, Exception):
+            error.add_note(f"seed {seed}: {plan(seed)}")
+            traceback.print_exception(error)
+            failed.append(error)
+        else:
+            print(job.result())
+    if failed:
+        raise ExceptionGroup("jobs with faults", failed)

@@ -564,6 +564,132 @@ def test_a_draw_on_the_ranks_of_another_mesh() -> None:
     assert all_alike(on_ranks(fn))
 
 
+# -- slices of a mesh ------------------------------------------------------------------------------
+
+# Each of the slices mesh["y"] has a loss of its own, and backward also moves gradients along x.
+
+
+def slices(columns: int = 2) -> tuple[Any, Any]:
+    whole = sm.init_device_mesh("cpu", (2, columns), axis_names=("x", "y"))
+    return whole["x"], whole["y"]
+
+
+def values(*shape: int) -> Any:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def loss_on(y: Any, local: Any) -> Any:
+    """Return a loss on the slice of y, which splits the columns."""
+    whole = sm.ShardedTensor.from_local(local, y, P())
+    return (whole.redistribute(P(None, "y")) ** 3).sum()
+
+
+def gathered_rows() -> Any:
+    """The gradient of an all_gather over x."""
+    x, y = slices()
+    w = sm.device_put(values(4, 4), x, P("x"), src_data_rank=None).requires_grad_()
+    whole = w.redistribute(P()).to_local(grad_placements=[sm.Partial()])
+    loss_on(y, whole / x.size()).backward()
+    return w.grad
+
+
+def replicated_leaf() -> Any:
+    """The gradient of a leaf, summed over x at the end of backward."""
+    x, y = slices()
+    w = sm.device_put(values(4, 4), x, P(), src_data_rank=None).requires_grad_()
+    loss_on(y, w.to_local(grad_placements=[sm.Partial()]) / x.size()).backward()
+    return w.grad
+
+
+def replicated_plain() -> Any:
+    """The gradient of a plain tensor that enters as replicated."""
+    x, y = slices()
+    w = values(4, 4).requires_grad_()
+    local = sm.ShardedTensor.from_local(w, x, P()).to_local(grad_placements=[sm.Partial()])
+    loss_on(y, local / x.size()).backward()
+    return sm.ShardedTensor.from_local(w.grad, x, P())
+
+
+def largest() -> Any:
+    """The gradient of a maximum over x, which counts how many ranks hold it."""
+    x, y = slices()
+    w = sm.device_put(values(4, 4), x, P("x"), src_data_rank=None).requires_grad_()
+    rows = w.amax(0, keepdim=True).redistribute(P()).to_local(grad_placements=[sm.Partial()])
+    loss_on(y, rows / x.size()).backward()
+    return w.grad
+
+
+def mapped_sum() -> Any:
+    """The gradient of a sum over x in a mapped function."""
+    x, y = slices()
+    w = sm.device_put(values(4, 4), x, P("x"), src_data_rank=None).requires_grad_()
+    total = sm.shard_map(
+        lambda part: sm.psum(part.sum(0, keepdim=True), "x"),
+        mesh=x,
+        in_specs=P("x"),
+        out_specs=P(),
+    )(w)
+    loss_on(y, total.to_local(grad_placements=[sm.Partial()]) / x.size()).backward()
+    return w.grad
+
+
+def together() -> Any:
+    """Tensors of two slices, moved at once."""
+    x, y = slices()
+    w = sm.device_put(values(4, 4), x, P("x"), src_data_rank=None).requires_grad_()
+    v = sm.device_put(values(4, 4), y, P("y"), src_data_rank=None).requires_grad_()
+    wholes = sm.redistribute_many([w, v], [P(), P()])
+    local, other = (whole.to_local(grad_placements=[sm.Partial()]) for whole in wholes)
+    loss_on(y, local * other / x.size()).backward()
+    return w.grad
+
+
+CUBES: dict[Callable[[], Any], Callable[[Any], Any]] = {
+    gathered_rows: lambda w: w / 2,
+    replicated_leaf: lambda w: w / 2,
+    replicated_plain: lambda w: w / 2,
+    largest: lambda w: w.amax(0, keepdim=True) / 2,
+    mapped_sum: lambda w: w.sum(0, keepdim=True) / 2,
+    together: lambda w: w * w.detach() / 2,
+}
+
+
+@pytest.mark.parametrize("program", CUBES, ids=lambda program: program.__name__)
+def test_a_loss_on_a_slice_and_gradients_along_another_axis(program: Callable[[], Any]) -> None:
+    w = values(4, 4).requires_grad_()
+    (2 * CUBES[program](w) ** 3).sum().backward()  # each of the two ranks of x has a loss
+
+    def fn() -> None:
+        grad = program()
+        torch.testing.assert_close(grad.full_tensor(), w.grad)
+        (grad * 2).full_tensor()  # the lineage of .grad, too, is the same along x
+
+    simulate(4, prints="plain")(fn)()
+
+
+@pytest.mark.parametrize("is_leaf", [True, False])
+def test_gradients_of_a_loss_on_a_slice_in_another_order(is_leaf: bool) -> None:
+    def fn() -> None:
+        _, y = slices(4)
+        plain = [values(4, 4).requires_grad_() for _ in range(2)]
+        ws = [
+            sm.device_put(w.detach(), y, P(), src_data_rank=None).requires_grad_()
+            if is_leaf
+            else sm.ShardedTensor.from_local(w, y, P())
+            for w in plain
+        ]
+        data = [sm.device_put(values(4, 4), y, P("y"), src_data_rank=None) for _ in ws]
+        losses = [(x * w).sum() for x, w in zip(data, ws, strict=True)]
+        for loss in losses[::-1] if current_world().rank == 6 else losses:
+            loss.backward()
+
+    with pytest.raises(sm.errors.CollectiveMismatchError) as caught:
+        simulate(8, prints="plain")(fn)()
+    assert caught.value.ranks == (6,)
+    assert caught.value.verdict.field == "lineage"
+
+
 # -- numbers ---------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardmesh as sm
-from shardmesh.parallel import Pipeline, colwise, pipeline, rowwise
+from shardmesh import P
+from shardmesh.parallel import Pipeline, colwise, pipeline, prepare_inputs, rowwise
 
 WIDTH, VOCABULARY, ROWS, LENGTH = 8, 20, 16, 5
 STEPS = 3
@@ -23,6 +24,7 @@ FORMS: dict[str, tuple[str, ...]] = {
     "zero1": ("dp",),
     "fsdp": ("fsdp",),
     "tp": ("tp",),
+    "sp": ("tp",),  # tensor parallelism, with what blocks return split along the sequence
     "hsdp": ("dp", "fsdp"),
     "fsdp and tp": ("fsdp", "tp"),
 }
@@ -129,7 +131,11 @@ def make_pipeline(
         **options,
     )
     if "tp" in axes:
-        pipe.parallelize({"*.up": colwise(), "*.down": rowwise()}, mesh["tp"])
+        plan: dict[str, Any] = {"*.up": colwise(), "*.down": rowwise()}
+        if form == "sp":
+            plan["*.down"] = rowwise(out=P(None, "tp", None))
+            plan["head"] = prepare_inputs(P())
+        pipe.parallelize(plan, mesh["tp"])
     if "fsdp" in axes:
         pipe.fully_shard(mesh[tuple(axis for axis in axes if axis != "tp")], units=Block)
     if form == "ddp":
