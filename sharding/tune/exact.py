@@ -1,14 +1,12 @@
 """Memory and bytes of a form's printed program: its second step on "meta", as `eval_shape` runs it.
 
-    blocks of the rank      up to 8     the program as it is
-                            more        with 4 and 6 blocks in a stage; the rest follows on a line
-    microbatches            pipeline    all of them
-                            else        1 and 2; later ones receive and hold what the second does
+    blocks          up to 8     the program as it is
+                    more        with 4 and 6 blocks; the rest follows on a line
+    microbatches    1 and 2     as they are
+                    more        with 1 and 2; later ones receive and hold what the second does
 
-It runs as rank 0, alone; later ranks of a pipeline learn the shapes of activations from messages,
-which have no values here. Bytes are exact. The peak is the larger of several sums that grow with
-the number of blocks, and a line through two of its values may pass below it, if another sum is the
-largest with more blocks.
+Bytes are exact. The peak is the larger of several sums that grow with the number of blocks, and a
+line through two of its values may pass below it, if another sum is the largest with more blocks.
 """
 
 from __future__ import annotations
@@ -30,14 +28,14 @@ from ..abstract.peak_memory import PeakMemory
 from ..layout.layout import Layout
 from ..layout.spec import P
 from ..tensor.sharded_tensor import ShardedTensor
-from .description import Description, stage_layers
+from .description import Description
 from .form import Form
-from .memory import memory_of, stages_of_rank
+from .memory import memory_of
 from .program import mesh_axes, program_text
 from .step_time import StepTimes
 
-_MOST_BLOCKS = 8  # of a rank, that run as they are
-_FEW, _MORE = 4, 6  # blocks of a stage in a shorter model
+_MOST_BLOCKS = 8  # that run as they are
+_FEW, _MORE = 4, 6  # blocks of a shorter model
 _SHARDS = frozenset({"fsdp", "cp", "ep"})
 _SMALL = 64  # bytes of a collective of a few numbers: a loss, the norm of gradients
 
@@ -96,13 +94,15 @@ def check(form: Form, model: Description, times: StepTimes) -> Check:
 
 def why_not_evaluated(form: Form, model: Description) -> str | None:
     """Return why a form is not evaluated, in words; None if it is."""
+    if form.pp > 1:
+        return "the other stages of a pipeline would count, which are on meta in every program"
     if form.ep > 1:
         return "how many rows go to a rank's experts depends on values"
     if form.compiled:
         return "compiled blocks run on devices alone"
     if form.regather:
         return "the program saves what it gathers"
-    if model.kinds > 1 and _blocks(form, model) > _MOST_BLOCKS:
+    if model.kinds > 1 and model.layers > _MOST_BLOCKS:
         return "blocks are of several kinds"
     return None
 
@@ -116,21 +116,10 @@ def evaluate(form: Form, model: Description) -> Exact:
     reason = why_not_evaluated(form, model)
     if reason is not None:
         raise ValueError(f"{form} is not evaluated: {reason}")
-    whole = _blocks(form, model)
-    if whole <= _MOST_BLOCKS:
+    if model.layers <= _MOST_BLOCKS:
         return _of_microbatches(form, model)
-    few, more = (
-        _of_microbatches(form, _shortened(model, count * form.pp * form.stages))
-        for count in (_FEW, _MORE)
-    )
-    steps = (whole - _FEW * form.stages) / ((_MORE - _FEW) * form.stages)
-    return _on_line(few, more, steps)
-
-
-def _blocks(form: Form, model: Description) -> int:
-    """Return the number of blocks of rank 0."""
-    layers = stage_layers(model.layers, form.pp * form.stages)
-    return sum(layers[stage] for stage in stages_of_rank(form, 0))
+    few, more = (_of_microbatches(form, _shortened(model, count)) for count in (_FEW, _MORE))
+    return _on_line(few, more, (model.layers - _FEW) / (_MORE - _FEW))
 
 
 def _shortened(model: Description, blocks: int) -> Description:
@@ -162,7 +151,7 @@ def _on_line(first: Exact, second: Exact, steps: float) -> Exact:
 
 
 def _of_microbatches(form: Form, model: Description) -> Exact:
-    if form.pp > 1 or form.microbatches <= 2:
+    if form.microbatches <= 2:
         return _run(form, model)
     one, two = (_run(replace(form, microbatches=count), model) for count in (1, 2))
     return replace(_on_line(one, two, form.microbatches - 1), peak=two.peak)

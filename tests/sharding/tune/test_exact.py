@@ -26,7 +26,6 @@ BYTES, MEMORY = 0.02, 0.05
 
 FORMS = [
     Form(fsdp=4, rows=2),
-    Form(pp=2, fsdp=2, rows=1, microbatches=4),
     Form(dp=2, rows=2, microbatches=2),
 ]
 
@@ -41,7 +40,7 @@ def times_of(model: Description) -> StepTimes:
     return StepTimes(model, Prices(device, device.topology(8), 8))
 
 
-@pytest.mark.parametrize("form", [*FORMS[:2], *map(slow, FORMS[2:])], ids=str)
+@pytest.mark.parametrize("form", [*FORMS[:1], *map(slow, FORMS[1:])], ids=str)
 def test_formulas(described, form):
     time = times_of(described).of(form, rank=0)
     program = evaluate(form, described)
@@ -68,6 +67,7 @@ def test_more_blocks_follow_on_a_line(monkeypatch):
 @pytest.mark.parametrize(
     ("form", "why"),
     [
+        (Form(pp=2, rows=8), "the other stages of a pipeline would count"),
         (Form(ep=2, rows=4), "how many rows go to a rank's experts depends on values"),
         (Form(rows=8, compiled=True), "compiled blocks run on devices alone"),
         (
@@ -78,16 +78,16 @@ def test_more_blocks_follow_on_a_line(monkeypatch):
     ids=str,
 )
 def test_what_is_not_evaluated(described, form, why):
-    assert why_not_evaluated(form, described) == why
+    assert (why_not_evaluated(form, described) or "").startswith(why)
     with pytest.raises(ValueError, match=why):
         evaluate(form, described)
-    assert check(form, described, times_of(described)).why_not == why
+    assert check(form, described, times_of(described)).why_not.startswith(why)
 
 
 def test_errors_are_relative_to_the_program(described, monkeypatch):
-    form = Form(pp=4, rows=2, microbatches=4)
+    form = Form(fsdp=4, rows=2)
     memory, moved = memory_of(form, described, 0).total, times_of(described).of(form, rank=0).moved
-    program = Exact(memory / 1.1, {"pp": sum(moved.values()) / 0.8}, {})
+    program = Exact(memory / 1.1, {"fsdp": sum(moved.values()) / 0.8}, {})
     monkeypatch.setattr(exact, "evaluate", lambda form, model: program)
     checked = check(form, described, times_of(described))
     assert (checked.peak, checked.received) == (program.peak, program.received)
