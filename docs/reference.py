@@ -125,7 +125,7 @@ def _first_sentence(module: ModuleType, name: str) -> str:
     call, text = _call_and_text(" ".join(paragraphs[0].split()))
     if call and len(text) < _SHORT and len(paragraphs) > 1:
         text += " " + re.split(r"(?<=[.:]) ", " ".join(paragraphs[1].split()))[0]
-    return re.sub(r"([|*\[\]<])", r"\\\1", text)
+    return re.sub(r"([|*\[\]<])", r"\\\1", text.removeprefix("→ ").removesuffix(":"))
 
 
 def _call_and_text(line: str) -> tuple[str, str]:

@@ -93,12 +93,9 @@ def main_thread_stack() -> str:
     frame = frame_of_thread(threading.main_thread().ident)
     if frame is None:
         return ""
-    summary = traceback.extract_stack(frame)
-    frames = [f for f, _ in traceback.walk_stack(frame)][::-1]
-    shown = [
-        s for s, f in zip(summary, frames, strict=True) if not is_inner(f.f_code) or f is frame
-    ]
-    return "".join(traceback.format_list(shown))
+    # walked once: the thread runs meanwhile, and a frame that has returned has no `f_back`
+    shown = [x for x in traceback.walk_stack(frame) if not is_inner(x[0].f_code) or x[0] is frame]
+    return "".join(traceback.StackSummary.extract(iter(shown[::-1])).format())
 
 
 def frames_of_thread(ident: int | None) -> Iterator[FrameType]:

@@ -10,10 +10,13 @@ questions are asked in a thread of their own, and left alone when the host has e
 
 from __future__ import annotations
 
+import atexit
 import os
 import queue
 import socket
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
@@ -32,6 +35,7 @@ _LOOPBACK = "127.0.0.1"
 _TO_RESOLVE_S = 2.0
 _ANSWER_S = 5.0  # of a store that is there; then it is asked again
 _LOOK_S = 0.02  # between looks at whether the host has ended, while a question is under way
+_TO_END_S = 5.0  # that a process waits at its end for a store which does not answer
 
 
 class StoreAddress(NamedTuple):
@@ -119,8 +123,13 @@ class Connection:
         self._questions: queue.SimpleQueue[Callable[[StoreKeys], Any] | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
         self._store: Any = None
-        thread = threading.Thread(target=self._run, name="shardmesh-elastic-store", daemon=True)
-        thread.start()
+        self._thread = threading.Thread(
+            target=self._run, name="shardmesh-elastic-store", daemon=True
+        )
+        self._thread.start()
+        _connections.add(self)
+        atexit.unregister(_end_threads)
+        atexit.register(_end_threads)
 
     def ask(self, question: Callable[[StoreKeys], T], is_over: Callable[[], bool]) -> T:
         """Return `question(keys of the store)`.
@@ -154,10 +163,18 @@ class Connection:
         """Let the thread end, after a question that is under way."""
         self._questions.put(None)
 
+    def _check_listening(self) -> None:
+        """Raise DistNetworkError if nobody listens there: torch would try again for seconds."""
+        try:
+            socket.create_connection(self._address, _ANSWER_S).close()
+        except OSError as error:
+            raise dist.DistNetworkError(str(error)) from error
+
     def _run(self) -> None:
         while (question := self._questions.get()) is not None:
             try:
                 if self._store is None:
+                    self._check_listening()
                     self._store = TCPStore(
                         *self._address,
                         is_master=False,
@@ -169,3 +186,17 @@ class Connection:
                 self._answers.put((None, error))
                 if isinstance(error, dist.DistError):
                     return
+
+
+_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
+
+
+def _end_threads() -> None:
+    """Wait for threads that are in a call of torch.
+
+    One that returns from it while the interpreter ends would abort the process.
+    """
+    deadline = time.monotonic() + _TO_END_S
+    for connection in list(_connections):
+        connection.close()
+        connection._thread.join(max(0.0, deadline - time.monotonic()))

@@ -131,10 +131,15 @@ class Job:
     def standing(self) -> Verdict | None:
         """Return the verdict on the job, if there is one."""
         if self._verdict is None and self.alarm[0]:
-            self._verdict = self.directory.verdict()
-            if self._verdict is not None:
-                self.failed_at = self.failed_at or monotonic_ns()
+            verdict = self.directory.verdict()
+            if verdict is not None:
+                self._set_verdict(verdict)
         return self._verdict
+
+    def _set_verdict(self, verdict: Verdict) -> None:
+        # in this order: a thread that sees the verdict asks since when
+        self.failed_at = self.failed_at or monotonic_ns()
+        self._verdict = verdict
 
     def check(self) -> None:
         """Raise the verdict on the job, a WatchError, if there is one."""
@@ -147,9 +152,9 @@ class Job:
 
         Return the one that stands, which all ranks raise.
         """
-        self._verdict = self.directory.post(verdict)
-        self.failed_at = self.failed_at or monotonic_ns()
-        return self._verdict
+        standing = self.directory.post(verdict)
+        self._set_verdict(standing)
+        return standing
 
     def failed(self, verdict: Verdict) -> WatchError:
         """Call `fail` and return the error to raise."""

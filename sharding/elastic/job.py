@@ -565,10 +565,12 @@ class ElasticJob:
         try:
             self._is_changing = members.vote(self._is_leaving())
         except Exception as error:
+            # others may count on it from its report on, so an error in the agreement ends this rank
+            self._is_completing = members.member.write is Write.LOCAL
             decision = self._agree(error)
             if decision is None or decision.source != promised:
+                self._is_completing = False
                 raise _StepGivenUpError from error
-            self._is_completing = True
             self._set_refusal(True)
             return
         member = members.member

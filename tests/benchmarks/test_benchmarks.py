@@ -141,3 +141,18 @@ def test_dispatch_runs_and_writes_its_figures(run_benchmark):
     cases = figures["sections"]["moves"]
     assert {"plain", "DTensor", "ours"} <= set(cases[0]["times"])
     assert "| partial -> replicated |" in document
+
+
+# -- pipelines -------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_pipelines_are_compared_with_those_of_torch(run_benchmark):
+    """Each schedule, those of several stages also with `defer_pp_recv`, if its losses are right."""
+    figures, document = run_benchmark("pipeline.py", "--quick")
+    costs = {case["case"]: case["costs"] for case in figures["cases"]}
+    assert list(costs) == ["gpipe", "1f1b", "interleaved", "zb_h1", "zb_v", "dualpipe_v"]
+    for name, by_whom in costs.items():
+        assert {"shardmesh", "torch"} <= set(by_whom)
+        if name not in ("gpipe", "1f1b"):
+            assert f"| {name} | torch, defer_pp_recv |" in document

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import shardmesh as sm
+from docs.reference import _first_sentence
 from docs.versions import versions
 from tests.docs.pages import DOCS
 
@@ -65,3 +67,9 @@ def test_versions_that_the_site_switches_between() -> None:
     assert [entry["version"] for entry in entries] == ["0.11.0", "0.10.1", "0.9.0"]
     assert entries[0]["url"] == "https://host/docs/"
     assert entries[1]["url"] == "https://host/docs/0.10.1/"
+
+
+def test_summaries_of_the_reference_are_phrases() -> None:
+    summaries = [_first_sentence(sm.parallel, name) for name in sm.parallel.__all__]
+    assert all(text.strip() for text in summaries)
+    assert [text for text in summaries if text.startswith("→") or text.endswith(":")] == []

@@ -194,7 +194,8 @@ def plan(seed: int) -> Plan:
     if draw == "ranks":
         return Plan(RANKS, form, draw_faults(random, RANKS))
     place, kind = random.choice(PLACES), random.choice(ENDING_KINDS)
-    if draw == "host":
+    if draw == "host":  # nobody would end ranks of a host that are all stopped
+        kind = random.choice(["kill", "exit"])
         ranks = random.choice([(0, 1), (2, 3)])
         return Plan(RANKS, form, [(rank, step, place, kind) for rank in ranks])
     lost, cutting = random.sample(range(RANKS), 2)

@@ -55,6 +55,18 @@ CASES: list[tuple[str, str, tuple[Any, ...]]] = [
     ),
     ("parallel.experts.test_experts", "test_equals_the_dense_mixture", ("batch and sequence", 1.0)),
     ("parallel.test_uneven_inputs", "test_loops_without_end", ()),
+    ("parallel.pipeline.stages.test_dependencies", "test_decoding_with_caches", (2,)),
+    ("parallel.pipeline.test_tied", "test_copies_with_other_layouts", ()),
+    (
+        "parallel.pipeline.test_training",
+        "test_an_infinity_in_one_stage_skips_the_step_in_all",
+        ("fsdp",),
+    ),
+    (
+        "parallel.pipeline.test_context_parallel",
+        "test_sequences_over_an_axis",
+        ("1f1b", ["blocks.1"], "ring", "fully_shard"),
+    ),
     ("checkpoint.test_round_trip", "test_random_pairs_of_meshes", (range(5),)),
     ("checkpoint.test_round_trip", "test_pending_values_are_reduced", ()),
     ("checkpoint.test_async", "test_completes_without_wait", ()),

@@ -22,7 +22,7 @@ from ....mesh.comm.world import World
 from ....mesh.errors import WatchError
 from ...tensor.sharded_tensor import ShardedTensor, local_of
 from ..tensor.plain_calls import whole_outputs_plain
-from .actions import Action, Row, actions_in
+from .actions import Action, Cell, Row, actions_in
 from .gathering import StepGathers
 from .losses import MicrobatchLoss, Scales
 from .microbatches import Microbatch
@@ -68,6 +68,31 @@ class RunningStage:
     losses: int = 0
     added: list[Tensor] = field(default_factory=list)
     split: SplitBackward | None = None
+
+
+def with_whole_backwards(row: Row) -> Row:
+    """Return a row in which I and W are one backward where that delays no other rank.
+
+    That is where W follows I directly, and what I computes goes to no stage, or to one of this
+    rank, which runs after W in any case. A whole backward gives the same bits at less cost.
+
+        stages 0, 4     4I0 4W0 0I0 0W0    ->    4I0 4W0 0B0      stage 3, on another rank, uses 4I0
+    """
+    own = {action.stage for action in actions_in(row)}
+    merged: list[Cell] = []
+    for cell in row:
+        before = merged[-1] if merged else None
+        is_next = (
+            isinstance(cell, Action)
+            and cell.kind == "W"
+            and before == cell._replace(kind="I")
+            and (cell.stage == 0 or cell.stage - 1 in own)
+        )
+        if is_next:
+            merged[-1] = cell._replace(kind="B")
+        else:
+            merged.append(cell)
+    return tuple(merged)
 
 
 class StepRun:

@@ -21,7 +21,7 @@ from ...tensor.sharded_tensor import ShardedTensor
 from ..data.unit import Unit, units_of
 from ..data.wrap import Units
 from .actions import Row, Rows
-from .executor import DataRanks, StepRun
+from .executor import DataRanks, StepRun, with_whole_backwards
 from .forward_only import forward_rows
 from .gathering import Gather, StepGathers
 from .initial_values import materialize_stages
@@ -480,7 +480,7 @@ class Pipeline:
             self._staged.constant_flags(),
         ):
             run = self._start("step", batches, targets, loss)
-            row = schedule.rows[self._places.own]
+            row = with_whole_backwards(schedule.rows[self._places.own])
             gathers = StepGathers(self.stages, row, self._gather)
             self._begin_transport(schedule.rows, run)
             with gathers.whole_step():

@@ -9,11 +9,14 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 
 import shardmesh
-from shardmesh.mesh.comm.call_site import frame_of_thread
+from shardmesh.mesh.comm import call_site
+from shardmesh.mesh.comm.call_site import frame_of_thread, main_thread_stack
 
 
 class _Cycle:
@@ -55,6 +58,29 @@ def test_no_collection_runs_while_frames_are_read(monkeypatch):
         )
     finally:
         gc.enable()
+
+
+class _ReturningFrame:
+    """A frame whose call returns once it has been walked: then `f_back` is None."""
+
+    def __init__(self, frame: FrameType) -> None:
+        self._frame, self._is_running = frame, True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._frame, name)
+
+    @property
+    def f_back(self) -> FrameType | None:
+        was_running, self._is_running = self._is_running, False
+        return self._frame.f_back if was_running else None
+
+
+def test_a_call_may_return_while_its_stack_is_read(monkeypatch):
+    frame = _ReturningFrame(sys._getframe())
+    monkeypatch.setattr(call_site, "frame_of_thread", lambda ident: frame)
+    lines = main_thread_stack().splitlines()
+    assert "in test_a_call_may_return_while_its_stack_is_read" in lines[-2]
+    assert len(lines) > 4  # also of what has called it
 
 
 def test_finalizers_may_start_threads(eager_collector):

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 
+from shardmesh.mesh.elastic import rank_stores
 from shardmesh.mesh.elastic.rank_stores import (
     Connection,
     StoreAddress,
@@ -70,6 +73,22 @@ def test_a_question_ends_with_the_host(other_rank, number: int):
     with pytest.raises(StoreGoneError, match="the store at"):
         while True:
             connection.ask(lambda keys: keys.has("report"), lambda: time.monotonic() > since + 1)
+
+
+def test_no_thread_is_in_a_call_of_torch_when_the_interpreter_ends(monkeypatch: pytest.MonkeyPatch):
+    """One that returns from it then would abort the process."""
+    monkeypatch.setattr(rank_stores, "_ANSWER_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as host:
+        connection = Connection(StoreAddress("127.0.0.1", host.getsockname()[1]), "job")
+        with pytest.raises(StoreGoneError, match="has ended"):
+            connection.ask(lambda keys: keys.has("report"), lambda: True)
+        accepted = [host.accept()[0] for _ in range(2)]  # the second one is torch's
+    ending = threading.Timer(0.3, lambda: [one.close() for one in accepted])
+    ending.start()
+    assert connection._thread.is_alive()
+    rank_stores._end_threads()
+    assert not connection._thread.is_alive()
+    ending.join()
 
 
 def test_an_address_that_no_rank_wrote_is_refused():

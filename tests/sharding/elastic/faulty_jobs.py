@@ -21,7 +21,7 @@ from tests.forked import Ended, Forked, by_hand
 from tests.sharding.elastic.faulty_ranks import LOST, STEPS, Fault, shape_for, train, train_from
 
 LIMIT_S = 200.0
-STALL_S = "10"  # after which a rank that is stopped counts as hung: healthy ones may be slow here
+STALL_S = "15"  # after which a rank that is stopped counts as hung: healthy ones may be slow here
 EXIT_S = "8"  # of which 0.8 pass until such a rank is ended
 SAVE_EVERY = 2  # as of `train`
 
@@ -97,14 +97,17 @@ def happened(job: Plan, ended: Sequence[Ended]) -> list[Fault]:
 def ended_by(job: Plan, ended: Sequence[Ended]) -> list[Fault]:
     """Return the faults that have ended their ranks.
 
-    One that raises while its optimizer writes without an undo copy can neither complete the step
-    nor undo it.
+    One that is stopped goes on where all other processes of its host have ended or are stopped:
+    `Forked` resumes it. One that raises while its optimizer writes without an undo copy can neither
+    complete the step nor undo it; nor can one that raises in the agreement after its vote.
     """
     return [
         (rank, step, place, kind)
         for rank, step, place, kind in happened(job, ended)
-        if kind in ("kill", "exit", "stop")
+        if kind in ("kill", "exit")
+        or (kind == "stop" and ended[rank].value is None)
         or (kind == "raise" and job.form != "two" and place in ("write", "after"))
+        or (kind == "raise" and place == "agree" and "in _before_write" in ended[rank].output)
     ]
 
 

@@ -131,6 +131,14 @@ def test_a_rank_that_raises_while_one_optimizer_writes_is_lost(forked: Forked):
 
 
 @pytest.mark.slow
+def test_a_rank_that_fails_in_the_agreement_after_its_vote_is_lost(forked: Forked):
+    """The others count on it to complete the step, and its program has left the step."""
+    faults = [(0, 2, "vote", "kill"), (2, 2, "agree", "raise")]
+    ended = run_job(forked, "ddp", faults)
+    check_against_replay(ended, forked, "ddp", {0, 2})
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 def test_random_faults(forked: Forked, seed: int):
     """One or two ranks fail anywhere; of the places in a recovery only the second one."""

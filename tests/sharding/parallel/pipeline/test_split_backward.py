@@ -15,7 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from shardmesh.parallel import Schedule, make_schedule
+from shardmesh.sharding.parallel.pipeline.actions import Overlap, actions_in
 from shardmesh.sharding.parallel.pipeline.deferral.weights import Weights
+from shardmesh.sharding.parallel.pipeline.executor import with_whole_backwards
 from shardmesh.sharding.parallel.pipeline.split_backward import SplitBackward
 from tests.sharding.parallel.pipeline.split_steps import (
     LATE_WEIGHTS,
@@ -385,6 +388,27 @@ def recorded(model, x):
     with split.recording():
         y = model(x)
     return split, y
+
+
+def test_i_and_w_are_one_backward_where_no_other_rank_waits():
+    def merged(*row: str) -> str:
+        return " ".join(map(str, with_whole_backwards(Schedule([row]).rows[0])))
+
+    assert merged("0F0", "0I0", "0W0") == "0F0 0B0"
+    assert merged("0F0", "0F1", "0I0", "0I1", "0W1", "0W0") == "0F0 0F1 0I0 0B1 0W0"
+    assert merged("3F0", "3I0", "3W0") == "3F0 3I0 3W0"  # the rank of stage 2 waits
+    assert merged("1F0", "2F0", "2I0", "2W0", "1I0", "1W0") == "1F0 2F0 2B0 1I0 1W0"
+    assert merged("0F0", "0I0", "(1F0;0W0)OVERLAP_F_B") == "0F0 0I0 (1F0;0W0)OVERLAP_F_B"
+    for name, count in (("zb_h1", 8), ("dualpipe_v", 4), ("zb_v", 0)):
+        schedule = make_schedule(name, 4, 8)
+        rows = [with_whole_backwards(row) for row in schedule.rows]
+        kinds = [cell.kind for row in rows for cell in row if not isinstance(cell, Overlap)]
+        before = [c.kind for row in schedule.rows for c in row if not isinstance(c, Overlap)]
+        assert kinds.count("B") - before.count("B") == count
+        # what a rank computes for others, and the order of it, is as before
+        for row, whole in zip(schedule.rows, rows, strict=True):
+            results = [[x.result for x in actions_in(r) if x.kind != "W"] for r in (row, whole)]
+            assert results[0] == results[1]
 
 
 def test_order_of_calls():
