@@ -723,7 +723,7 @@ class Pipeline:
             values.zero_()
         self._places.group.all_reduce(values, tag=_LOSS)
         if self._loss_dtype is None:
-            self._loss_dtype = _LOSS_DTYPES[0 if values.is_meta else int(values[1])]
+            self._loss_dtype = _LOSS_DTYPES[int(values[1])]
         return values[0].to(self._loss_dtype)
 
     def _sum_tied_gradients(self) -> AbstractContextManager[None]:

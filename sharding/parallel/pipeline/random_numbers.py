@@ -38,8 +38,7 @@ class StepRandom:
     """
 
     def __init__(self, device: torch.device) -> None:
-        has_generator = device.type not in ("cpu", "meta")  # one beside the CPU's
-        self._device_module = torch.get_device_module(device) if has_generator else None
+        self._device_module = None if device.type == "cpu" else torch.get_device_module(device)
         self._stream = current_world().state(RandomStream)
         self._seed = int(torch.empty((), dtype=torch.int64).random_())
         self._sharded_seed = _hash_numbers(self._stream.seed, self._stream.drawn)
