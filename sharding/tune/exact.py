@@ -96,6 +96,8 @@ def why_not_evaluated(form: Form, model: Description) -> str | None:
     """Return why a form is not evaluated, in words; None if it is."""
     if form.pp > 1:
         return "the other stages of a pipeline would count, which are on meta in every program"
+    if form.recompute != "none":
+        return "attention that backward computes again is not one operator on meta"
     if form.ep > 1:
         return "how many rows go to a rank's experts depends on values"
     if form.compiled:

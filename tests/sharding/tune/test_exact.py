@@ -27,6 +27,8 @@ BYTES, MEMORY = 0.02, 0.05
 FORMS = [
     Form(fsdp=4, rows=2),
     Form(dp=2, rows=2, microbatches=2),
+    Form(fsdp=2, cp=2, rows=4),
+    Form(fsdp=2, rows=1, microbatches=4),
 ]
 
 
@@ -68,6 +70,7 @@ def test_more_blocks_follow_on_a_line(monkeypatch):
     ("form", "why"),
     [
         (Form(pp=2, rows=8), "the other stages of a pipeline would count"),
+        (Form(rows=8, recompute="full"), "attention that backward computes again"),
         (Form(ep=2, rows=4), "how many rows go to a rank's experts depends on values"),
         (Form(rows=8, compiled=True), "compiled blocks run on devices alone"),
         (
