@@ -29,6 +29,8 @@ FORMS = [
     Form(dp=2, rows=2, microbatches=2),
     Form(fsdp=2, cp=2, rows=4),
     Form(fsdp=2, rows=1, microbatches=4),
+    Form(fsdp=4, rows=2, zero=1),
+    Form(dp=2, fsdp=2, rows=2),
 ]
 
 
