@@ -3,13 +3,15 @@
     python benchmarks/tune_rank.py            30 forms in four processes, about ten minutes
     python benchmarks/tune_rank.py --quick    four forms of a tiny model
 
-First the ranks of this machine are measured together, as they run: products in bfloat16, copies
-and the shortest operator, and `sm.topology.calibrate` measures links. These price every form, and
-nothing is fitted to the steps. Then the printed programs run in rounds: in each, four processes
-start once and run all forms one after the other, in another order, so that a slow minute of the
-machine does not meet the same form twice. A form's time is the median of its rounds, and its spread
-that of the fastest and the slowest one. A form that fails, or does not end, is left out, and the
-round goes on with the others.
+First the ranks of this machine are measured together, as they run: products, attention, a norm with
+a gated activation, and the shortest operator, forward and backward, and sums in bfloat16;
+`sm.topology.calibrate` measures links. These price every form, and nothing is fitted to the steps.
+There may be more ranks than cores: one that waits leaves its core to the others.
+
+Then the printed programs run in rounds: in each, four processes start once and run all forms one
+after the other, in another order, so that a slow minute of the machine does not meet the same form
+twice. A form's time is the median of its rounds, and its spread that of the fastest and the slowest
+one. A form that fails, or does not end, is left out, and the round goes on with the others.
 
 What is printed is Spearman's rank correlation of both orders, and how much longer than the fastest
 form the one takes that is predicted to be the fastest. The machine should do nothing else.
@@ -28,16 +30,21 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import shardmesh as sm
+from shardmesh import P
 from shardmesh.mesh.launch.local_processes import LaunchError
 from shardmesh.mesh.topology import Topology
+from shardmesh.sharding.jit.inspection.flops import attention_flops
+from shardmesh.sharding.tune.counts import OperatorCounts, Phase
 from shardmesh.sharding.tune.description import Description
 from shardmesh.sharding.tune.devices import Device
 from shardmesh.sharding.tune.form import Form, why_not
@@ -56,18 +63,22 @@ _STEPS = 1  # of a form in a round, after one that is not timed
 
 @dataclass(frozen=True)
 class Rates:
-    """What a rank reaches while all others compute, too.
+    """What a rank reaches while all others compute, too, forward and backward, in bfloat16.
 
     Attributes:
-        flops: of matrix products in bfloat16, per second.
-        bandwidth: bytes per second that copies read and write.
-        launch: seconds of the shortest operator.
-        topology: links, as `calibrate` measures them.
+        flops: of matrix products, per second.
+        attention: of attention.
+        bandwidth: bytes per second that a norm and a gated activation read and write.
+        launch: seconds of the shortest operator of a program, on sharded tensors.
+        sums: of collectives that sum, the time in bfloat16 over that in float32 for as many bytes.
+        topology: links, as `calibrate` measures them in float32.
     """
 
     flops: float
+    attention: float
     bandwidth: float
     launch: float
+    sums: dict[str, float]
     topology: Topology
 
 
@@ -115,40 +126,98 @@ def forms(quick: bool) -> list[Form]:
     ]
 
 
-def rates(width: int, tokens: int) -> Rates:
+def rates(width: int, rows: int, positions: int) -> Rates:
     """Return the rates of this rank, measured on all ranks at the same time."""
     mesh = sm.init_device_mesh("cpu", (RANKS,), axis_names=("x",))
     topology = sm.topology.calibrate(mesh)
-    a = torch.randn(tokens, width, dtype=torch.bfloat16)
-    b = torch.randn(width, 4 * width, dtype=torch.bfloat16)
-    x = torch.randn(tokens * 4 * width)
-    small = torch.zeros(8)
-    product = _seconds(lambda: a @ b)
-    copy = _seconds(lambda: x * 2.0)
-    shortest = _seconds(lambda: small + small)
+    tokens = rows * positions
+    x = torch.randn(tokens, width, dtype=torch.bfloat16, requires_grad=True)
+    hidden = torch.randn(tokens, 3 * width, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(3 * width, width, dtype=torch.bfloat16, requires_grad=True)
+    scale = torch.ones(width, dtype=torch.bfloat16, requires_grad=True)
+    heads = (rows, 4, positions, width // 4)
+    query = torch.randn(heads, dtype=torch.bfloat16, requires_grad=True)
+    small = sm.device_put(torch.ones(RANKS), mesh, P("x")).requires_grad_()
+
+    def product() -> Tensor:
+        return F.linear(x, weight)
+
+    def attention() -> Tensor:
+        return F.scaled_dot_product_attention(query, query, query, is_causal=True)
+
+    def others() -> Tensor:
+        wide = x.float()
+        norm = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        gated = F.silu(hidden) * hidden
+        return (scale * norm.to(x.dtype) + x).sum() + gated.sum()
+
+    def shortest() -> Tensor:
+        out = small
+        for _ in range(20):
+            out = out * small
+        return out
+
+    shapes = (heads, heads, heads)
+    of_attention = sum(
+        attention_flops(*shapes, is_causal=True, is_backward=is_backward)
+        for is_backward in (False, True)
+    )
     return Rates(
-        2 * tokens * width * 4 * width / product,
-        2 * x.numel() * x.element_size() / copy,
-        shortest,
+        6 * tokens * width * 3 * width / _seconds(product),
+        of_attention / _seconds(attention),
+        _counted(others).traffic / _seconds(others),
+        _seconds(shortest) / sum(_counted(shortest).kernels.values()),
+        {op: _sums_in_bfloat16(mesh, op) for op in ("all_reduce", "reduce_scatter")},
         topology,
     )
 
 
+def _backward(operator: Any) -> None:
+    out: Any = operator()
+    out.backward(torch.ones_like(out))
+
+
+def _counted(operator: Any) -> Phase:
+    """Return what an operator and its backward compute and move, as `sm.tune` counts it."""
+    with OperatorCounts([]) as counts:
+        _backward(operator)
+    return counts.phase
+
+
 def _seconds(operator: Any) -> float:
-    """Return the seconds of an operator, on average over half a second."""
+    """Return the seconds of an operator and its backward, on average over half a second."""
     for _ in range(3):
-        operator()
+        _backward(operator)
     count, start = 0, time.perf_counter()
     while time.perf_counter() - start < 0.5:
-        result: Tensor = operator()
+        _backward(operator)
         count += 1
-    del result
     return (time.perf_counter() - start) / count
+
+
+def _sums_in_bfloat16(mesh: sm.DeviceMesh, op: str) -> float:
+    """Return how much longer a collective of a megabyte takes in bfloat16 than in float32."""
+    group = mesh.group("x")
+    seconds = []
+    for dtype in (torch.bfloat16, torch.float32):
+        whole = torch.zeros(2**20 // dtype.itemsize, dtype=dtype)
+        part = torch.zeros(whole.numel() // RANKS, dtype=dtype)
+        run = partial(group.all_reduce, whole)
+        if op == "reduce_scatter":
+            run = partial(group.reduce_scatter, part, whole)
+        run()
+        group.barrier()
+        start = time.perf_counter()
+        for _ in range(20):
+            run()
+        seconds.append(time.perf_counter() - start)
+    return seconds[0] / seconds[1]
 
 
 def device_of_rates(measured: Rates) -> Device:
     """Return a device with measured rates, of which programs reach all."""
     local = measured.topology.local
+    attention = measured.attention / measured.flops
     return Device(
         "cpu",
         measured.flops,
@@ -157,9 +226,13 @@ def device_of_rates(measured: Rates) -> Device:
         local,
         measured.topology.network,
         matmul=1.0,
-        attention=1.0,
+        attention=attention,
+        attention_backward=attention,
         traffic=1.0,
         launch=measured.launch,
+        is_host=True,
+        sharing=max(1.0, RANKS / len(os.sched_getaffinity(0))),
+        sums=measured.sums,
         occupied=1.0,  # the cores that compute also move what gloo sends
         source="measured by benchmarks/tune_rank.py",
     )
@@ -274,7 +347,7 @@ def run(quick: bool) -> tuple[list[Row], list[str]]:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     described = Description(model, torch.empty(rows, positions, dtype=torch.int64, device="meta"))
-    of_ranks = sm.launch(rates, RANKS, (width, rows * positions // RANKS))
+    of_ranks = sm.launch(rates, RANKS, (width, rows // RANKS, positions))
     slowest = min(of_ranks, key=lambda measured: measured.flops)
     device = device_of_rates(slowest)
     times = StepTimes(described, Prices(device, slowest.topology, RANKS))

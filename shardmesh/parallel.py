@@ -19,6 +19,7 @@ from shardmesh.sharding.parallel.data.precision import CPUOffloadPolicy, MixedPr
 from shardmesh.sharding.parallel.experts.experts import Experts
 from shardmesh.sharding.parallel.experts.moe import moe
 from shardmesh.sharding.parallel.experts.router import Routing, load_balance_loss, top_k_routing
+from shardmesh.sharding.parallel.experts.transformers_experts import register_moe
 from shardmesh.sharding.parallel.module import distribute_module, shard_parameter
 from shardmesh.sharding.parallel.pipeline.make_schedule import make_schedule
 from shardmesh.sharding.parallel.pipeline.pipeline import Pipeline, pipeline
@@ -59,6 +60,7 @@ __all__ = [
     "pipeline",
     "prepare_inputs",
     "prepare_outputs",
+    "register_moe",
     "rowwise",
     "sequence_parallel",
     "shard_parameter",

@@ -85,6 +85,11 @@ class CommReport:
         return sum(use.received for use in self._usage.values())
 
     @property
+    def by_source(self) -> dict[CollectiveSource, tuple[int, int]]:
+        """Operator, collective, axes and line together -> (launches, bytes received)."""
+        return {source: (use.launches, use.received) for source, use in self._usage.items()}
+
+    @property
     def by_operator(self) -> dict[str, tuple[int, int]]:
         return self._by("operator")
 

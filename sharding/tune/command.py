@@ -76,6 +76,7 @@ def add_to(commands: Any) -> None:
         help="where --measure runs: by default on GPUs, if this machine has any",
     )
     add("--top", default="5", metavar="N", help="forms in the table")
+    add("--check", metavar="N", help="forms whose program is evaluated, by default 3; 0 for none")
     add("--json", action="store_true", help="print JSON")
     add(
         "--program",
@@ -90,6 +91,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         devices = _count("--devices", arguments.devices)
         rows = _count("--batch", arguments.batch)
         positions = _count("--seq", arguments.seq)
+        checks = _checks(arguments.check)
         model, batch, build = _load(arguments.what, rows, positions, devices or 1)
         measured = _count("--measure", arguments.measure)
         tuning = tune(
@@ -104,6 +106,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
             max_microbatch=_count("--max-microbatch", arguments.max_microbatch),
             imbalance=_factor(arguments.imbalance),
             build=build,
+            check=checks,
             top=max(_count("--top", arguments.top) or 1, measured or 1),
         )
         if measured is not None:
@@ -178,6 +181,13 @@ def _count(name: str, text: str | None) -> int | None:
     value = whole_number(text)
     if value is None or value < 1:
         raise ValueError(f"{name} {shortened(text)!r}: write a whole number from 1")
+    return value
+
+
+def _checks(text: str | None) -> int:
+    value = 3 if text is None else whole_number(text)
+    if value is None or value < 0:
+        raise ValueError(f"--check {shortened(text or '')!r}: write a whole number from 0")
     return value
 
 

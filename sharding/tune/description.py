@@ -25,6 +25,7 @@ from ..abstract.eval_shape import eval_shape
 from ..layout.layout import Layout
 from ..layout.spec import P
 from ..parallel.data.wrap import AUTO, matching_modules
+from ..parallel.experts.transformers_experts import why_not_moe
 from ..parallel.tensor.plan import parallelize
 from ..tensor.sharded_tensor import ShardedTensor
 from ..trees import map_tensors, tensors_in
@@ -39,8 +40,6 @@ Loss = Callable[[Any, Any], Any]
 # tools/memory_estimator) measured 1.18 for Qwen3-30B-A3B, 8 of 128 experts and 4,096 tokens, and
 # takes 1.2.
 IMBALANCE = 1.2
-
-EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")  # of transformers' experts
 
 
 @dataclass(frozen=True)
@@ -167,11 +166,12 @@ class Description:
     Attributes:
         rows, sequence: of the batch.
         layers: the number of blocks.
+        kinds: of how many kinds they are: blocks with the same shapes of parameters.
         blocks: the path of their list.
         parameters: elements of all parameters; `table` those of embeddings.
         heads, key_value_heads, vocabulary, width: of the configuration; None if it has none.
         experts: of a mixture, the fewest if its blocks have different ones; 0 without mixtures.
-        expert_paths: the paths of the modules with experts, as patterns.
+        expert_weights: the paths of the weights of experts, as patterns.
         odd_experts: why programs cannot split them; None if they can.
 
     Raises:
@@ -214,8 +214,12 @@ class Description:
                 f"tune: the blocks of {type(model).__name__} are {paths[:4]}..., which are not the "
                 "entries of one ModuleList; tune takes models whose blocks repeat in one list"
             )
-        self._block_list = parent
         self.layers = len(parent)
+        self._kinds: dict[Any, list[int]] = {}
+        for i, block in enumerate(parent):
+            signature = tuple((name, tuple(x.shape)) for name, x in block.named_parameters())
+            self._kinds.setdefault(signature, []).append(i)
+        self.kinds = len(self._kinds)
         self.parameters = sum(x.numel() for x in model.parameters())
         self.table = sum(
             inner.weight.numel() for inner in model.modules() if isinstance(inner, nn.Embedding)
@@ -228,8 +232,14 @@ class Description:
         self.hidden: int | None = getattr(config, "intermediate_size", None)
         mixtures = dict(_mixtures(model))
         self.experts: int = min((inner.num_experts for inner in mixtures.values()), default=0)
-        self.expert_paths = sorted({self._pattern(path) for path in mixtures})
-        odd = (_why_odd(path, inner) for path, inner in mixtures.items())
+        self.expert_weights = sorted(
+            {
+                f"{self._pattern(path)}.{name}"
+                for path, inner in mixtures.items()
+                for name, _ in inner.named_parameters()
+            }
+        )
+        odd = map(why_not_moe, mixtures.values())
         self.odd_experts: str | None = next((why for why in odd if why is not None), None)
         self.plan: dict[str, Any] = own_plan(model) if plan is None else dict(plan)
         self.sequence_plan = sequence_plan(model, self.blocks, self.plan)
@@ -277,15 +287,11 @@ class Description:
         return map_tensors(lambda x: torch.empty_like(x[:1], device="meta"), (self.batch,))[0]
 
     def _count(self, tp: int, sequence_parallel: bool, compiled: bool) -> ModelCosts:
-        kinds: dict[Any, list[int]] = {}
-        for i, block in enumerate(self._block_list):
-            signature = tuple((name, tuple(x.shape)) for name, x in block.named_parameters())
-            kinds.setdefault(signature, []).append(i)
-        first = next(iter(kinds.values()))[0]
+        first = next(iter(self._kinds.values()))[0]
         one = self._run([first], tp, sequence_parallel, compiled)
         average, costs_of_kinds = Costs(), []
         edges = one.costs
-        for members in kinds.values():
+        for members in self._kinds.values():
             two = self._run([first, members[0]], tp, sequence_parallel, compiled)
             block = two.costs.plus(one.costs, -1)
             average = average.plus(block, len(members) / self.layers)
@@ -450,18 +456,6 @@ def _mixtures(model: nn.Module) -> Iterator[tuple[str, Any]]:
         is_stack = all(x.ndim > 1 and x.shape[0] == count for x in own)
         if isinstance(count, int) and is_stack and any(x.ndim == 3 for x in own):
             yield path, inner
-
-
-def _why_odd(path: str, experts: nn.Module) -> str | None:
-    """Return why the program's function for experts does not compute those of a module."""
-    names = {name for name, _ in experts.named_parameters()}
-    is_plain = names == {*EXPERT_WEIGHTS} and hasattr(experts, "_apply_gate")
-    if is_plain and not getattr(experts, "is_transposed", False):
-        return None
-    return (
-        f"the experts {path} have the weights {', '.join(sorted(names))}; programs split those of "
-        "transformers with gate_up_proj and down_proj of [experts, outputs, inputs]"
-    )
 
 
 class _EndOfBackward(torch.autograd.Function):

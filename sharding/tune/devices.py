@@ -23,9 +23,16 @@ class Device:
         local: the link to the other devices of its node.
         network: the link to other nodes, of one device.
         matmul: fraction of `flops` that matrix products reach.
-        attention: fraction of `flops` that fused attention reaches.
+        attention, attention_backward: fraction of `flops` that fused attention reaches, and its
+            backward.
         traffic: fraction of `bandwidth` that other operators reach.
         launch: the shortest time of a kernel, in seconds.
+        is_host: whether kernels run on the cores that launch them, so that launching takes time of
+            its own.
+        sharing: ranks for each core, all of whom compute at the rates above at the same time; a
+            rank that waits leaves its share of the core to others. 1 for accelerators.
+        sums: how much longer a collective takes that sums in bfloat16, for as many bytes, than in
+            float32: 1 where links decide.
         occupied: fraction of the multiprocessors that a collective takes from kernels next to it.
         collectives: measured (latency, bytes of the whole tensor per second) of a collective inside
             a node, by the number of ranks; empty if there is no such table.
@@ -40,8 +47,12 @@ class Device:
     network: Link
     matmul: float = 0.70
     attention: float = 0.35
+    attention_backward: float = 0.32
     traffic: float = 0.80
     launch: float = 7e-6
+    is_host: bool = False
+    sharing: float = 1.0
+    sums: Mapping[str, float] = field(default_factory=dict)
     occupied: float = 24 / 132
     collectives: Mapping[str, Mapping[int, tuple[float, float]]] = field(default_factory=dict)
     source: str = ""
@@ -53,11 +64,12 @@ class Device:
 
 # Fractions. Matrix products: 70 % of the peak, and at least 7 us for a kernel, as AutoParallel
 # (meta-pytorch) takes. Attention: torch's scaled_dot_product_attention runs FlashAttention-2, which
-# reaches 35 % of an H100 (Shah et al. 2024, arXiv 2407.08608) and 70 % of an A100 (Dao 2023, arXiv
-# 2307.08691). Other operators: 80 % of the memory's bandwidth. Collectives: NCCL's all_gather of
-# FSDP launches 24 blocks, each of which occupies one of an H100's 132 multiprocessors (NVIDIA's
-# developer forum, topic 337991); computation next to collectives was measured to take 18.9 % longer
-# on average, on A100, H100, MI210 and MI250 (arXiv 2507.03114).
+# reaches 35 % of an H100, and 32 % in backward (Shah et al. 2024, arXiv 2407.08608: 318 TFLOP/s
+# with heads of 128 and 8,192 positions), and 70 % and 63 % of an A100 (Dao 2023, arXiv 2307.08691).
+# Other operators: 80 % of the memory's bandwidth. Collectives: NCCL's all_gather of FSDP launches
+# 24 blocks, each of which occupies one of an H100's 132 multiprocessors (NVIDIA's developer forum,
+# topic 337991); computation next to collectives was measured to take 18.9 % longer on average, on
+# A100, H100, MI210 and MI250 (arXiv 2507.03114).
 #
 # A device with a limit of power below that of its data sheet computes at a lower clock. The power
 # of a circuit grows with clock times voltage squared, and voltage with the clock, so the clock goes
@@ -101,6 +113,7 @@ DEVICES = {
             flops=312e12,
             bandwidth=2.039e12,
             attention=0.70,
+            attention_backward=0.63,
             local=_nvlink(300e9),
             network=_port(200e9),
             collectives={},
@@ -115,6 +128,7 @@ DEVICES = {
             bandwidth=2.4e12,
             matmul=0.70 * _AT_500_OF_700_W,
             attention=0.35 * _AT_500_OF_700_W,
+            attention_backward=0.32 * _AT_500_OF_700_W,
             source="the H100 of torchtitan's published runs: 96 GB HBM2e, 2.4 TB/s, limited to "
             "500 W (benchmarks/llama3_h100_202412_torchtitan.md); peak as the H100 SXM",
         ),

@@ -1,161 +1,246 @@
-"""Bytes and memory of a form by `eval_shape`: the program's step, as rank 0, without values.
+"""Memory and bytes of a form's printed program: its second step on "meta", as `eval_shape` runs it.
 
-Two copies of the model run, with one block and with two, for one and for two microbatches, and the
-rest follows: bytes and memory are linear in both. Forms with a pipeline, those that recompute, and
-those that split experts are not evaluated.
+    blocks          up to 8     the program as it is
+                    more        with 4 and 6 blocks; the rest follows on a line
+    microbatches    1 and 2     as they are
+                    more        with 1 and 2; later ones receive and hold what the second does
+
+Bytes are exact. The peak is the larger of several sums that grow with the number of blocks, and a
+line through two of its values may pass below it, if another sum is the largest with more blocks.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from dataclasses import dataclass
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from ...mesh.abstract_mesh import AbstractMesh
+from ...mesh.comm.null import null_world
 from ...mesh.comm.report import CommReport, comm_report
-from ..abstract.eval_shape import eval_shape
+from ...mesh.text import shortened
+from ..abstract.peak_memory import PeakMemory
 from ..layout.layout import Layout
 from ..layout.spec import P
-from ..parallel.context.attention import context_parallel
-from ..parallel.data.fully_shard import data_parallel, fully_shard
-from ..parallel.data.precision import MixedPrecisionPolicy
-from ..parallel.tensor.plan import parallelize
-from ..tensor.autograd.leaf_grads import accumulate_grads
-from ..trees import map_tensors
-from .counts import OperatorCounts, WithoutValues
-from .description import Description, call
+from ..tensor.sharded_tensor import ShardedTensor
+from .description import Description
 from .form import Form
-from .plans import styles_of
-from .program import mesh_axes
+from .memory import memory_of
+from .program import mesh_axes, program_text
+from .step_time import StepTimes
+
+_MOST_BLOCKS = 8  # that run as they are
+_FEW, _MORE = 4, 6  # blocks of a shorter model
+_SHARDS = frozenset({"fsdp", "cp", "ep"})
+_SMALL = 64  # bytes of a collective of a few numbers: a loss, the norm of gradients
 
 
 @dataclass(frozen=True)
 class Exact:
-    """What a step needs on rank 0, by `eval_shape`.
+    """What a step of the program needs on rank 0.
 
     Attributes:
         peak: the most bytes of tensors that are alive at one time.
-        received: bytes received over each set of axes, such as "tp" or "fsdp,cp".
+        received: bytes received over each axis, as in `StepTime.moved`.
+        launches: collectives over each axis, without those of a few numbers.
     """
 
     peak: float
     received: dict[str, float]
+    launches: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Check:
+    """A form's program next to what was computed of it, on rank 0.
+
+    Attributes:
+        peak: the most bytes of tensors that are alive at one time.
+        received: bytes over each axis.
+        memory_error, bytes_error: what was computed over the program's, less one; 0.02 is 2 % more.
+        why_not: why the program was not evaluated; the others are 0 then.
+    """
+
+    peak: float = 0.0
+    received: dict[str, float] = field(default_factory=dict)
+    memory_error: float = 0.0
+    bytes_error: float = 0.0
+    why_not: str = ""
+
+
+def check(form: Form, model: Description, times: StepTimes) -> Check:
+    """Evaluate a form's program, and compare what was computed for the rank that it runs as."""
+    reason = why_not_evaluated(form, model)
+    if reason is not None:
+        return Check(why_not=reason)
+    try:
+        program = evaluate(form, model)
+    except (RuntimeError, ValueError) as error:  # such as one of a model that reads values
+        return Check(why_not=shortened(str(error), 200))
+    received = sum(program.received.values())
+    moved = sum(times.of(form, rank=0).moved.values())
+    return Check(
+        program.peak,
+        program.received,
+        memory_of(form, model, 0).total / program.peak - 1,
+        moved / received - 1 if received else 0.0,
+    )
+
+
+def why_not_evaluated(form: Form, model: Description) -> str | None:
+    """Return why a form is not evaluated, in words; None if it is."""
+    if form.pp > 1:
+        return "the other stages of a pipeline would count, which are on meta in every program"
+    if form.recompute != "none":
+        return "attention that backward computes again is not one operator on meta"
+    if form.ep > 1:
+        return "how many rows go to a rank's experts depends on values"
+    if form.compiled:
+        return "compiled blocks run on devices alone"
+    if form.regather:
+        return "the program saves what it gathers"
+    if model.kinds > 1 and model.layers > _MOST_BLOCKS:
+        return "blocks are of several kinds"
+    return None
 
 
 def evaluate(form: Form, model: Description) -> Exact:
     """Return what a step of the program needs on rank 0.
 
     Raises:
-        ValueError: the form has a pipeline, recomputes, or splits experts.
+        ValueError: see `why_not_evaluated`.
     """
-    if form.pp > 1 or form.recompute == "full" or form.ep > 1:
-        raise ValueError(f"{form}: pipelines, recomputation and ep are not evaluated")
-    one_block = _evaluate(form, model, blocks=1)
-    if model.layers == 1:
-        return one_block
-    two_blocks = _evaluate(form, model, blocks=2)
-    return _extrapolate(one_block, two_blocks, model.layers)
+    reason = why_not_evaluated(form, model)
+    if reason is not None:
+        raise ValueError(f"{form} is not evaluated: {reason}")
+    if model.layers <= _MOST_BLOCKS:
+        return _of_microbatches(form, model)
+    few, more = (_of_microbatches(form, _shortened(model, count)) for count in (_FEW, _MORE))
+    return _on_line(few, more, (model.layers - _FEW) / (_MORE - _FEW))
 
 
-def _extrapolate(first: Exact, second: Exact, count: int) -> Exact:
-    """Return the value for `count` of what `first` has one of and `second` two."""
+def _shortened(model: Description, blocks: int) -> Description:
+    short = model.shortened([0] * blocks)
+    return Description(
+        short,
+        model.batch,
+        loss=model.loss,
+        plan=model.plan,
+        dtype=model.dtype,
+        imbalance=model.imbalance,
+    )
+
+
+def _on_line(first: Exact, second: Exact, steps: float) -> Exact:
+    """Return `first + steps * (second - first)`."""
 
     def line(one: float, two: float) -> float:
-        return one + (count - 1) * (two - one)
+        return one + steps * (two - one)
 
-    received = {
-        axis: line(first.received.get(axis, 0), count_of_two)
-        for axis, count_of_two in second.received.items()
-    }
-    return Exact(line(first.peak, second.peak), received)
+    def lines(one: dict[str, float], two: dict[str, float]) -> dict[str, float]:
+        return {axis: line(one.get(axis, 0.0), value) for axis, value in two.items()}
+
+    return Exact(
+        line(first.peak, second.peak),
+        lines(first.received, second.received),
+        lines(first.launches, second.launches),
+    )
 
 
-def _evaluate(form: Form, model: Description, blocks: int) -> Exact:
+def _of_microbatches(form: Form, model: Description) -> Exact:
+    if form.microbatches <= 2:
+        return _run(form, model)
+    one, two = (_run(replace(form, microbatches=count), model) for count in (1, 2))
+    return replace(_on_line(one, two, form.microbatches - 1), peak=two.peak)
+
+
+def _run(form: Form, model: Description) -> Exact:
+    """Run two steps of the program, and count the second; the first makes the optimizer's state."""
     axes = mesh_axes(form)
-    mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
     data = tuple(axis for axis in ("dp", "fsdp") if axis in axes)
-    spec = P(data, "cp") if form.cp > 1 else P(data)
-    rows = form.dp * form.fsdp * form.rows
+    spec = P(data or None, "cp" if form.cp > 1 else None)
+    shape = (form.data * form.rows * form.microbatches, *model.one_row_shape[1:])
+    dtype = torch.float32 if model.vocabulary is None else torch.int64
+    main = _main(form, model)
+    memory, report = PeakMemory("meta"), comm_report()
+    reports: list[CommReport] = []
 
-    def layout_of(x: torch.Tensor) -> Layout:
-        return Layout.of(mesh, spec, (rows, *x.shape[1:]), x.dtype)
+    def rows_of(step: int, mesh: Any) -> tuple[ShardedTensor, ...]:
+        if step == 1:
+            memory.peak = memory.live
+            reports.append(report.__enter__())
+        layout = Layout.of(mesh, spec, shape, dtype)
+        parts = (torch.empty(layout.local_shape, dtype=dtype, device="meta") for _ in range(2))
+        return tuple(ShardedTensor._make(part, layout) for part in parts)
 
-    batch = map_tensors(layout_of, (model.one_row(),))[0]
-    short = model.shortened(list(range(blocks)))
-    once, received = _run(short, batch, form, model, mesh, 1)
-    if form.microbatches == 1:
-        return Exact(once, received)
-    peak, of_two = _run(short, batch, form, model, mesh, 2)
-    more = form.microbatches - 2
-    received = {axis: size + more * (size - received.get(axis, 0)) for axis, size in of_two.items()}
-    return Exact(peak, received)  # the second microbatch holds what all others hold
+    with null_world(form.devices, 0), memory, _FusedAttention():
+        main(rows_of)
+        report.__exit__(None, None, None)
+    received, launches = _by_axis(reports[0])
+    return Exact(float(memory.peak), received, launches)
 
 
-def _run(
-    short: nn.Module, batch: Any, form: Form, model: Description, mesh: AbstractMesh, times: int
-) -> tuple[float, dict[str, float]]:
-    """Return the peak of two steps and the bytes received in the second.
+def _main(form: Form, model: Description) -> Callable[[Callable[..., Any]], None]:
+    """Return a function that runs two steps of the printed program on "meta" with other data."""
+    names: dict[str, Any] = {"__name__": "train"}
+    text = program_text(form, model, "def build(): ...", node=form.devices)
+    exec(compile(text, "train.py", "exec"), names)
 
-    The first makes the optimizer's state.
+    models = [copy.deepcopy(model.model).to(torch.float32)]  # before operators are counted
+
+    def main(rows_of: Callable[..., Any]) -> None:
+        names.update(build=models.pop, rows_of=rows_of)
+        names["main"](device="meta", steps=2)
+
+    return main
+
+
+def _by_axis(report: CommReport) -> tuple[dict[str, float], dict[str, float]]:
+    """Return bytes and launches; gathers and reductions over shards count as "fsdp"."""
+    received: dict[str, float] = {}
+    launches: dict[str, float] = {}
+    for source, (count, size) in report.by_source.items():
+        axis = source.axis
+        if set(axis.split(",")) <= _SHARDS and source.op in ("all_gather", "reduce_scatter"):
+            axis = "fsdp"
+        received[axis] = received.get(axis, 0.0) + size
+        if size > _SMALL * count:
+            launches[axis] = launches.get(axis, 0.0) + count
+    return received, launches
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Inside, attention on "meta" is one operator, as on devices, and conditions are true.
+
+    Models of Hugging Face ask whether a mask hides something: the batch has no padding.
     """
 
-    def steps(module: nn.Module, batch: Any) -> CommReport:
-        optimizer = _prepare(module, form, model)
-        _step(module, optimizer, batch, form, model, times)
-        with comm_report() as report:
-            _step(module, optimizer, batch, form, model, times)
-        return report
-
-    evaluated = eval_shape(steps, short, batch, mesh=mesh)
-    # the parameters before they were sharded are arguments, and stay
-    whole = sum(x.numel() * x.element_size() for x in short.parameters())
-    by_axis = evaluated.result.by_axis
-    return evaluated.peak_bytes - whole, {axis: float(size) for axis, (_, size) in by_axis.items()}
-
-
-def _prepare(module: nn.Module, form: Form, model: Description) -> torch.optim.Optimizer:
-    """Apply the form to the model, as the program does."""
-    policy = MixedPrecisionPolicy(param_dtype=model.dtype, reduce_dtype=torch.float32)
-    shards = tuple(axis for axis in ("fsdp", "cp") if axis in mesh_axes(form))
-    module.train()
-    if form.tp > 1:
-        parallelize(
-            module,
-            plan=styles_of(model.plan_of(form.sequence_parallel)),
-            src_data_rank=None,
-        )
-    if shards and form.zero < 3:
-        data_parallel(
-            module,
-            gradient=shards if form.zero == 2 else (),
-            optimizer=shards,
-            units="auto",
-            mp_policy=policy,
-            src_data_rank=None,
-        )
-    elif shards:
-        fully_shard(module, axes=shards, units="auto", mp_policy=policy, src_data_rank=None)
-    else:
-        data_parallel(module, units="auto", mp_policy=policy, src_data_rank=None)
-    return torch.optim.AdamW(module.parameters())
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.__bool__ and args[0].is_meta:
+            return True
+        if func is F.scaled_dot_product_attention:
+            if any(isinstance(x, ShardedTensor) for x in args):
+                with self:  # the operator of the parts comes back here
+                    return ShardedTensor.__torch_function__(func, types, args, kwargs)
+            if all(x.is_meta for x in args[:3]):
+                return _fused(*args, **kwargs)
+        return func(*args, **kwargs)
 
 
-def _step(
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batch: Any,
-    form: Form,
-    model: Description,
-    microbatches: int,
-) -> None:
-    ring = context_parallel("cp", method="ring") if form.cp > 1 else nullcontext()
-    counts = OperatorCounts([])  # nothing is counted: the mode is not entered
-    accumulating = accumulate_grads() if microbatches > 1 else nullcontext()
-    with WithoutValues(counts), ring, accumulating:
-        for _ in range(microbatches):
-            model.loss(call(module, batch), batch).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+def _fused(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **_: Any,
+) -> Any:
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return fused(query, key, value, dropout_p, is_causal)[0]

@@ -228,8 +228,12 @@ def _why_no_experts(form: Form, model: Description) -> str | None:
     if form.tp > 1 or form.cp > 1:
         other = "tp" if form.tp > 1 else "cp"
         return f"ep={form.ep} {other}={getattr(form, other)}: experts are split with tp=1 and cp=1"
-    if form.zero < 3:
-        return f"ep={form.ep} zero={form.zero}: experts are split with zero=3"
+    own = model.experts // form.ep
+    if form.zero < 3 and own % form.fsdp:
+        return (
+            f"ep={form.ep} fsdp={form.fsdp} zero={form.zero}: {form.fsdp} does not divide the "
+            f"{own} experts of a rank"
+        )
     if form.recompute == "selective":
         return f"ep={form.ep}: selective recomputation does not take the exchange of rows"
     if any(kind.experts and not kind.dispatched for kind in model.costs(1).kinds):

@@ -6,7 +6,7 @@ import math
 from itertools import accumulate
 
 from ..layout.spec import P
-from .description import EXPERT_WEIGHTS, Description, stage_layers, takes_use_cache
+from .description import Description, stage_layers, takes_use_cache
 from .form import AXES, Form
 from .plans import plan_text, style_text
 
@@ -47,13 +47,14 @@ def program_text(form: Form, model: Description, build: str, node: int) -> str:
     plan = model.plan_of(form.sequence_parallel) if form.tp > 1 else {}
     has_experts = form.ep > 1
     if has_experts:
-        plan = {f"{path}.{name}": _SPLIT for path in model.expert_paths for name in EXPERT_WEIGHTS}
+        plan = dict.fromkeys(model.expert_weights, _SPLIT)
     names = ["MixedPrecisionPolicy"]
     names += ["context_parallel"] if form.cp > 1 else []
     names += ["balance_sequence"] if form.balanced else []
     is_fsdp = bool(shards) and form.zero == 3
-    names += ["Routing", "moe"] if has_experts else []
-    names += ["fully_shard"] if has_experts and form.fsdp == 1 else []
+    names += ["register_moe"] if has_experts else []
+    gathers_experts = has_experts and form.zero == 3
+    names += ["fully_shard"] if gathers_experts and form.fsdp == 1 else []
     names += [] if has_pipeline else ["fully_shard" if is_fsdp else "data_parallel", "materialize"]
     names += ["pipeline"] if has_pipeline else []
     names += ["parallelize"] if plan and not has_pipeline else []
@@ -73,11 +74,11 @@ def program_text(form: Form, model: Description, build: str, node: int) -> str:
         '"""',
         "",
         "import torch",
-        *(["import torch.nn.functional as F"] if model.vocabulary or has_experts else []),
+        *(["import torch.nn.functional as F"] if model.vocabulary else []),
         *_imports(form),
         "",
         "import shardmesh as sm",
-        f"from shardmesh import P{', compat' if has_experts and form.fsdp > 1 else ''}",
+        f"from shardmesh import P{', compat' if gathers_experts and form.fsdp > 1 else ''}",
         f"from shardmesh.parallel import {', '.join(sorted({*names}, key=str.lower))}",
         "",
         f"MESH = {{{sizes}}}",
@@ -98,7 +99,7 @@ def program_text(form: Form, model: Description, build: str, node: int) -> str:
         *_loss_and_data(model, spec, form),
         "",
         "",
-        *([*_BY_MOE, *_split_experts(form)] if has_experts else []),
+        *(_split_experts(form) if has_experts else []),
         *(_CONTEXTS if form.recompute == "selective" else []),
         'def main(device="cuda", steps=3):',
         "    mesh = sm.init_device_mesh(device, tuple(MESH.values()), axis_names=tuple(MESH))",
@@ -209,34 +210,20 @@ _BALANCED = [
     '    return ids, labels, {"position_ids": positions, "attention_mask": mask}',
 ]
 
-_USE_MOE = ['    model.set_experts_implementation("moe")']
-
-# Lines of functions of the experts of transformers.
-_BY_MOE = [
-    "def by_moe(module, rows, experts, weights):",
-    '    """Send rows to the ranks of their experts, and back."""',
-    "",
-    "    def expert(rows, params):",
-    '        hidden = module._apply_gate(F.linear(rows, params["up"]))',
-    '        return F.linear(hidden, params["down"])',
-    "",
-    '    params = {"up": module.gate_up_proj, "down": module.down_proj}',
-    '    return moe(rows, Routing(experts, weights), expert, params, axis="ep")',
-    "",
-    "",
-    'ALL_EXPERTS_FUNCTIONS.register("moe", by_moe)',
-    "",
-    "",
-]
+_USE_MOE = ['    model.set_experts_implementation(register_moe("ep"))']
 
 
 def _split_experts(form: Form) -> list[str]:
     """Return the lines of a function that shares experts among the ranks of fsdp.
 
-    Each is split in dim 1, as a rank may have fewer experts than there are ranks.
+    With zero=3 each is split in dim 1, as a rank may have fewer experts than there are ranks.
     """
     axes = ["dp", "fsdp"] if form.dp > 1 else ["fsdp"]
-    if form.fsdp == 1:
+    if form.zero < 3:
+        gradient = ', gradient="fsdp"' if form.zero == 2 else ""
+        options = f'{gradient}, optimizer="fsdp", mp_policy=policy'
+        share = [f"            data_parallel(module, mesh{options})"]
+    elif form.fsdp == 1:
         share = ['            fully_shard(module, mesh, axes="fsdp", mp_policy=policy)']
     else:
         share = [
@@ -251,7 +238,7 @@ def _split_experts(form: Form) -> list[str]:
         "def split_experts(model, mesh, policy):",
         '    """Make a unit of the experts of each block, which the ranks of fsdp share."""',
         "    for module in list(model.modules()):",
-        '        if hasattr(module, "gate_up_proj") and hasattr(module, "num_experts"):',
+        '        if hasattr(module, "down_proj") and hasattr(module, "num_experts"):',
         *share,
         "",
         "",
@@ -280,8 +267,6 @@ _CONTEXTS = [
 def _imports(form: Form) -> list[str]:
     """Return the imports of recomputation."""
     lines = []
-    if form.ep > 1:
-        lines += ["from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS"]
     if form.compiled and form.recompute != "none":
         lines += [
             "from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (",

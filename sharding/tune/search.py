@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any, get_args
 
 from .description import Description
+from .exact import Check
 from .form import AXES, Form, Recompute, why_not
 from .measure import Measured
 from .memory import Memory, peak_memory, size
@@ -30,6 +31,7 @@ class Candidate:
         time: seconds by part.
         rank: the rank of the pipeline that holds most.
         memory: what it holds.
+        checked: its program by `eval_shape`; None if it has not been evaluated.
         measured: how it ran on devices; None if it has not been run.
     """
 
@@ -37,6 +39,7 @@ class Candidate:
     time: StepTime
     rank: int
     memory: Memory
+    checked: Check | None = None
     measured: Measured | None = None
 
 
@@ -115,7 +118,7 @@ def _inner_forms(
     if base.pp > 1 and allowed("schedule", ["gpipe", "1f1b"]) == ["gpipe"]:
         schedules = (("gpipe", 1),)  # it holds more than 1f1b: only if it is asked for
     gathers = ("microbatch", "step") if base.pp > 1 and base.shards > 1 else ("microbatch",)
-    takes_zero = base.shards > 1 and base.pp == base.dp == base.ep == 1
+    takes_zero = base.shards > 1 and base.pp == base.dp == 1
     zeros = (3, 2, 1) if takes_zero or not allowed("zero", [3]) else (3,)
     for n, split, (schedule, stages), recompute, gather, zero in product(
         counts,

@@ -25,13 +25,14 @@ from ..parallel.pipeline.make_schedule import make_schedule
 from .counts import Phase
 from .description import Costs, Description
 from .form import Form, Group
-from .memory import stages_of_rank
+from .memory import live_microbatches, stages_of_rank
 from .prices import Prices
 
 _IN_USE, _REDUCED, _OWN = 2, 4, 4  # bytes of an element: gathered, summed, and at rest
-# Bytes read and written for an element of a gradient: its norm, clipping, and AdamW, which reads
-# p, g and two moments, and writes all but g.
-_STEP = 4 + 8 + 28
+# Bytes read and written for an element of a gradient: its norm, clipping, and the eight operators
+# of torch.optim.AdamW on lists of tensors (torch/optim/adamw.py, _multi_tensor_adamw), which is its
+# default on GPUs: decay, both moments, and the root, corrections and quotient of the update.
+_STEP = 4 + 8 + (8 + 12 + 8 + 12 + 8 + 8 + 8 + 16)
 # Bytes that copies of FSDP read and write for an element: out of the gathered buffer, and of the
 # gradient into the buffer that is reduced, in float32.
 _COPY_OUT, _COPY_IN = 2 + 2, 2 + 4
@@ -51,9 +52,11 @@ class StepTime:
         copies: out of gathered buffers, and of gradients into the buffers that are reduced.
         bubble: the pipeline's idle time.
         optimizer: clipping and AdamW's step.
+        rank: of the pipeline.
         moved: bytes that the rank receives over each axis.
-        launches: collectives over each axis, without sums of a few numbers (the loss, the norm of
-            gradients) and without those of gradients over dp, which come in buckets.
+        launches: collectives over each axis, and messages sent and received over pp, without sums
+            of a few numbers (the loss, the norm of gradients) and without those of gradients over
+            dp, which come in buckets.
     """
 
     matmul: float
@@ -67,13 +70,14 @@ class StepTime:
     copies: float
     bubble: float
     optimizer: float
+    rank: int
     moved: dict[str, float]
     launches: dict[str, float]
 
     @property
     def parts(self) -> dict[str, float]:
         """The seconds by name."""
-        counts = ("moved", "launches")
+        counts = ("rank", "moved", "launches")
         return {name: value for name, value in vars(self).items() if name not in counts}
 
     @property
@@ -217,11 +221,12 @@ class StepTimes:
         self._model, self._prices = model, prices
         self._units: dict[Any, _Units] = {}
 
-    def of(self, form: Form, *, simulate: bool = False) -> StepTime:
+    def of(self, form: Form, *, simulate: bool = False, rank: int | None = None) -> StepTime:
         """Return the time of a step.
 
         Args:
             simulate: run the pipeline's schedule, in place of the formula of its bubble.
+            rank: of the pipeline; by default the busiest.
         """
         model, prices = self._model, self._prices
         costs = model.costs(form.tp, form.sequence_parallel, form.compiled)
@@ -257,10 +262,12 @@ class StepTimes:
             backwards.append(backward + (shard_backward if per_microbatch else 0.0))
             shard_times.append(form.gathers * shard_forward + form.reductions * shard_backward)
 
-        own = max(
-            (stages_of_rank(form, rank) for rank in range(form.pp)),
-            key=lambda stages: sum(forwards[s] + backwards[s] for s in stages),
-        )
+        if rank is None:
+            rank = max(
+                range(form.pp),
+                key=lambda one: sum(forwards[s] + backwards[s] for s in stages_of_rank(form, one)),
+            )
+        own = stages_of_rank(form, rank)
         m = form.microbatches
         blocks = sum(split.layers[stage] for stage in own)
         total = units.block_forward.plus(units.block_backward)
@@ -269,9 +276,13 @@ class StepTimes:
             total = total.plus(units.edge_forward, m).plus(units.edge_backward, m)
         held = sum(split.parameters[stage] for stage in own)
         # Of parameters in use. Blocks are gathered once more for backward; the outermost unit is
-        # not freed until then.
-        in_use = _Elements(held - blocks * block).plus(used, blocks)
-        gathered = _Elements().plus(in_use, form.gathers)
+        # not freed until then, so that forwards before the first backward gather it once.
+        of_edges = _Elements(held - blocks * block)
+        in_use = of_edges.plus(used, blocks)
+        edge_gathers = form.gathers
+        if frees and form.pp > 1 and form.stages == 1:
+            edge_gathers -= int(live_microbatches(form, rank)) - 1
+        gathered = _Elements().plus(of_edges, edge_gathers).plus(used, form.gathers * blocks)
         if frees:
             gathered = gathered.plus(used, form.gathers * blocks)
         reduced = _Elements().plus(in_use, form.reductions)
@@ -285,6 +296,9 @@ class StepTimes:
             hop = prices.seconds("permute", stream, form.group("pp", prices.node))
             bubble_of = _simulated_bubble if simulate else _bubble
             bubble = bubble_of(form, forwards, backwards, hop)
+            bubble = self._on_shared_cores(form, forwards, backwards, rank, bubble)
+        # from the stage before each, and from the one after it
+        messages = sum((stage > 0) + (stage < last) for stage in own)
         device = prices.device
         copied = _COPY_OUT * sharing.shared(gathered).total
         if form.devices > form.pp * form.tp:
@@ -295,16 +309,19 @@ class StepTimes:
             "ep": total.ep_bytes,
             "fsdp": _IN_USE * sharing.received(gathered) + _REDUCED * sharing.received(reduced),
             "dp": _OWN * held * pieces,
-            "pp": 2 * m * stream * form.stages if form.pp > 1 else 0.0,
+            "pp": m * stream * messages,
         }
         edges = sum(split.parameters[stage] > split.layers[stage] * block for stage in own)
-        units = edges + blocks * sharing.units(used)
-        again = blocks * sharing.units(used) if frees else 0
+        units = blocks * sharing.units(used)
+        again = units if frees else 0
         launches = {
             "tp": total.tp_launches,
             "cp": total.cp_launches,
             "ep": total.ep_launches,
-            "fsdp": form.gathers * (units + again) + form.reductions * units,
+            "fsdp": edge_gathers * edges
+            + form.gathers * (units + again)
+            + form.reductions * (edges + units),
+            "pp": 2 * m * messages,
         }
         return StepTime(
             matmul=total.matmul,
@@ -317,10 +334,30 @@ class StepTimes:
             dp=dp,
             copies=copied / (device.bandwidth * device.traffic),
             bubble=bubble,
+            rank=rank,
             optimizer=_STEP * held / form.shards / (device.bandwidth * device.traffic),
             moved={axis: count for axis, count in moved.items() if count},
             launches={axis: count for axis, count in launches.items() if moved[axis]},
         )
+
+    def _on_shared_cores(
+        self, form: Form, forwards: list[float], backwards: list[float], rank: int, bubble: float
+    ) -> float:
+        """Return the bubble of a rank if others compute faster while it waits.
+
+        Cores are busy as long as one rank for each computes, so that a step takes the mean of the
+        ranks' work, or the busiest rank's with its bubble on cores of its own. Negative if the
+        busiest rank gets more than its share.
+        """
+        sharing = self._prices.device.sharing
+        if sharing == 1:
+            return bubble
+        busy = [
+            form.microbatches * sum(forwards[s] + backwards[s] for s in stages_of_rank(form, one))
+            for one in range(form.pp)
+        ]
+        step = max(sum(busy) / form.pp, (busy[rank] + bubble) / sharing)
+        return step - busy[rank]
 
     def _beside(self, computing: float, moving: float) -> float:
         """Return by how much a collective next to computation makes it longer.
@@ -341,7 +378,9 @@ class StepTimes:
         if units is None:
             costs = self._model.costs(form.tp, form.sequence_parallel, form.compiled)
             forward = self._pass(costs.block.forward, costs.block, form, sends=1)
-            backward = self._pass(costs.block.backward, costs.block, form, sends=3)
+            backward = self._pass(
+                costs.block.backward, costs.block, form, sends=3, is_backward=True
+            )
             if form.regather:
                 use = costs.block.forward.communication.get("all_gather", (0.0, 0.0))
                 gathers = Phase(communication={"all_gather": use})
@@ -362,7 +401,7 @@ class StepTimes:
                 forward,
                 backward,
                 self._pass(costs.edges.forward, costs.edges, form, sends=1),
-                self._pass(costs.edges.backward, costs.edges, form, sends=3),
+                self._pass(costs.edges.backward, costs.edges, form, sends=3, is_backward=True),
             )
             self._units[key] = units
         return units
@@ -383,23 +422,28 @@ class StepTimes:
         )
         return exchange, numbers
 
-    def _pass(self, phase: Phase, costs: Costs, form: Form, *, sends: int) -> _Pass:
+    def _pass(
+        self, phase: Phase, costs: Costs, form: Form, *, sends: int, is_backward: bool = False
+    ) -> _Pass:
         """Return one microbatch of a unit in one direction.
 
         Args:
             sends: how often the bytes of keys and values go round the ring; in backward also those
                 of their gradients, in float32, by permutes of their own.
+            is_backward: whether attention runs backward.
         """
         prices, device = self._prices, self._prices.device
         scale = form.rows / form.cp
         # The last rank of cp has the last queries, which see all keys, unless sequences are
         # balanced; without a causal mask all ranks do.
         unseen = 0.0 if form.balanced else phase.whole_attention - phase.attention
-        attention = scale * (phase.attention + unseen * (1 - 1 / form.cp))
-        attention /= device.flops * device.attention
+        busiest = phase.attention + unseen * (1 - 1 / form.cp)
+        fraction = device.attention_backward if is_backward else device.attention
+        attention = scale * max(phase.attention, busiest / device.sharing)
+        attention /= device.flops * fraction
         tp_group = form.group("tp", prices.node)
         tp = sum(
-            prices.seconds(op, received * scale, tp_group, launches)
+            prices.seconds(op, received * scale * device.sums.get(op, 1.0), tp_group, launches)
             for op, (launches, received) in phase.communication.items()
         )
         ring_bytes = (form.cp - 1) * sends * scale * costs.keys_and_values
@@ -416,7 +460,9 @@ class StepTimes:
                 launches = self._model.experts / form.ep
             moving = (kernel.moved * rows + fixed) / (device.bandwidth * device.traffic)
             computing = kernel.flops * rows / (device.flops * device.matmul)
-            seconds = count * max(moving, computing, launches * device.launch)
+            launching = launches * device.launch
+            seconds = max(moving, computing)
+            seconds = count * (seconds + launching if device.is_host else max(seconds, launching))
             if kernel.kind == "matmul":
                 matmul += seconds
             else:

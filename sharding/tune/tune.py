@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from ...mesh.topology import Topology
+from . import exact
 from .description import IMBALANCE, Description, Loss
 from .devices import Device, device_of
 from .form import Form, check_field, why_not
@@ -43,6 +44,7 @@ def tune(
     imbalance: float = IMBALANCE,
     build: str | None = None,
     top: int = 5,
+    check: int = 3,
 ) -> Tuning:
     """tune(model, batch, devices=64) -> Tuning: choose how a model is trained on many devices.
 
@@ -72,6 +74,8 @@ def tune(
             compute, over the mean.
         build: lines of a function `build()` for the program.
         top: the number of forms in the table.
+        check: for how many of the fastest forms the program itself is evaluated, as `eval_shape`
+            evaluates functions. A form whose program does not fit is left out.
 
     Raises:
         ValueError: an unknown device or field; an imbalance below 1; a model without blocks that
@@ -87,8 +91,10 @@ def tune(
         >>> print(sm.tune(model, ids, devices=256))
     """
     chosen = device_of(device)
-    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
-        raise ValueError(f"tune(devices={devices!r}): a whole number from 1")
+    _check_count("devices", devices, 1)
+    _check_count("check", check, 0)
+    if max_microbatch is not None:
+        _check_count("max_microbatch", max_microbatch, 1)
     if memory is not None:
         chosen = replace(chosen, memory=memory)
     in_node = node or (topology.node_size if topology is not None else None) or _DEFAULT_NODE
@@ -109,6 +115,9 @@ def tune(
 
     finalists = [replace(c, time=time_of(c.form)) for c in searched.fitting[:_FINALISTS]]
     finalists.sort(key=lambda candidate: candidate.time.total)
+    finalists, too_large = _checked(finalists, described, times, usable, check)
+    if not finalists:
+        raise ValueError(f"tune: no form fits: {'; '.join(too_large)}")
     best = finalists[0]
     shown = finalists[:top]
     if near is not None and near.devices == devices and why_not(near, described) is None:
@@ -122,7 +131,7 @@ def tune(
     }
     return Tuning(
         tuple(shown),
-        tuple(reasons(replace(searched, best_of=best_of), best, usable, in_node)),
+        (*too_large, *reasons(replace(searched, best_of=best_of), best, usable, in_node)),
         searched.tried,
         len(searched.fitting),
         usable,
@@ -130,6 +139,39 @@ def tune(
         prices,
         build or hugging_face_build(PLACEHOLDER),
     )
+
+
+def _check_count(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"tune({name}={value!r}): a whole number from {least}")
+
+
+def _checked(
+    finalists: Sequence[Candidate],
+    model: Description,
+    times: StepTimes,
+    usable: float,
+    count: int,
+) -> tuple[list[Candidate], list[str]]:
+    """Evaluate the programs of the first few forms that fit.
+
+    Returns:
+        The forms, without those whose program needs more memory than is usable; and of these, what
+        it needs.
+    """
+    kept: list[Candidate] = []
+    too_large: list[str] = []
+    for candidate in finalists:
+        if len(kept) >= count:
+            kept.append(candidate)
+            continue
+        result = exact.check(candidate.form, model, times)
+        if result.peak > usable:
+            needs = f"{size(result.peak)} of {size(usable)}"
+            too_large.append(f"{candidate.form}: its program needs {needs}")
+        else:
+            kept.append(replace(candidate, checked=result))
+    return kept, too_large
 
 
 def _nothing(

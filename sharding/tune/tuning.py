@@ -25,6 +25,11 @@ _MFU = (
 )
 
 
+_PROGRAM = (
+    "program: by how much memory and received bytes by these formulas differ from those of the "
+    "printed program, evaluated as rank 0"
+)
+
 # others gather
 _OP_OF = {"cp": "permute", "pp": "permute", "dp": "all_reduce", "ep": "all_to_all"}
 
@@ -155,6 +160,7 @@ class Tuning:
                     "memory": candidate.memory.total,
                     "memory_by_part": vars(candidate.memory),
                     "memory_rank": candidate.rank,
+                    "checked": candidate.checked and dataclasses.asdict(candidate.checked),
                     "received_by_axis": candidate.time.moved,
                     "priced_by": self.priced_by(candidate.form),
                 }
@@ -186,7 +192,9 @@ class Tuning:
         )
         is_measured = any(candidate.measured is not None for candidate in self.candidates)
         measured = ["measured"] * is_measured
-        rows = [("", "form", *measured, "step", "MFU", "memory", "longest parts")]
+        is_checked = any(candidate.checked is not None for candidate in self.candidates)
+        checked = ["program"] * is_checked
+        rows = [("", "form", *measured, "step", "MFU", "memory", *checked, "longest parts")]
         for number, candidate in enumerate(self.candidates, start=1):
             time = _measured_seconds(candidate)
             measured = ["" if time is None else seconds(time)] * is_measured
@@ -198,6 +206,7 @@ class Tuning:
                     seconds(candidate.time.total),
                     f"{self.mfu(candidate):.1%}",
                     size(candidate.memory.total),
+                    *[_program_of(candidate)] * is_checked,
                     _longest(candidate),
                 )
             )
@@ -214,6 +223,8 @@ class Tuning:
         blocks = [
             [heading, cluster],
             list(table_lines(rows, right=(0, *range(2, 5 + is_measured)))),
+            [_PROGRAM] * is_checked,
+            *([line] for line in dict.fromkeys(map(_unchecked, self.candidates)) if line),
             ["time: " + ", ".join(f"{name} {text}" for name, text in parts)],
             [f"memory{of_rank}: " + ", ".join(f"{name} {text}" for name, text in held)],
             ["received: " + ", ".join(f"{axis} {n} ({by})" for axis, n, by in moved)] * bool(moved),
@@ -221,6 +232,24 @@ class Tuning:
             [_MFU],
         ]
         return "\n".join(line for block in blocks for line in block)
+
+
+def _program_of(candidate: Candidate) -> str:
+    """Return by how much what was computed of memory and bytes differs from the program's."""
+    checked = candidate.checked
+    if checked is None:
+        return ""
+    if checked.why_not:
+        return "not run"
+    return f"{checked.memory_error:+.1%} memory, {checked.bytes_error:+.1%} bytes"
+
+
+def _unchecked(candidate: Candidate) -> str:
+    """Return why a program was not evaluated."""
+    checked = candidate.checked
+    if checked is None or not checked.why_not:
+        return ""
+    return f"not run: {candidate.form}: {checked.why_not}"
 
 
 def _measured_seconds(candidate: Candidate) -> Any:

@@ -40,9 +40,15 @@ def test_forms(tune_rank):
 def test_measured_rates_price_computation(tune_rank):
     link = sm.topology.Link(1e-5, 1e9)
     topology = sm.topology.Topology(link, link, 1e10, node_size=4)
-    device = tune_rank.device_of_rates(tune_rank.Rates(1e11, 1e10, 2e-6, topology))
+    sums = {"all_reduce": 1.5}
+    rates = tune_rank.Rates(1e11, 2e10, 1e10, 2e-6, sums, topology)
+    device = tune_rank.device_of_rates(rates)
     assert device.flops * device.matmul == 1e11
+    assert device.flops * device.attention == device.flops * device.attention_backward == 2e10
+    assert device.sums is sums
     assert device.local is link
+    assert device.is_host
+    assert device.sharing >= 1
 
 
 @pytest.mark.slow

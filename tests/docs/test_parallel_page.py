@@ -376,9 +376,7 @@ def test_program_with_experts_of_transformers():
     def program():
         mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("ep",))
         model = model_of()
-        _run(
-            "ALL_EXPERTS_FUNCTIONS.register", NAMES | {"F": F, "P": P, "model": model, "mesh": mesh}
-        )
+        _run("register_moe", NAMES | {"P": P, "model": model, "mesh": mesh})
         logits = model(sm.device_put(tokens, mesh, P("ep"))).logits
         torch.testing.assert_close(logits.full_tensor(), expected, rtol=1e-4, atol=1e-5)
 

@@ -8,7 +8,7 @@ library's counts of collectives and of live tensors, on rank 0.
 from __future__ import annotations
 
 import json
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import shardmesh as sm
 from shardmesh.__main__ import main
 from shardmesh.mesh.comm.null import null_world
 from shardmesh.mesh.comm.report import CommReport
+from shardmesh.parallel import register_moe
 from shardmesh.sharding.abstract.peak_memory import PeakMemory
 from shardmesh.sharding.parallel.experts import token_dispatch
 from shardmesh.sharding.tune.description import Description
@@ -35,6 +36,8 @@ from shardmesh.sharding.tune.program import (
 from shardmesh.sharding.tune.step_time import StepTimes
 from tests.sharding.tune import tiny
 from tests.tiers import slow
+
+tune = partial(sm.tune, check=0)  # programs are evaluated in test_exact.py
 
 EXPERTS, CHOICES = 4, 2
 WIDTH, HIDDEN = tiny.WIDTH, tiny.HIDDEN
@@ -61,6 +64,10 @@ def config_of(name: str, **options: Any) -> Any:
         sizes |= SIZES
     if name in ("mixtral", "larger"):
         return transformers.MixtralConfig(**sizes, num_local_experts=EXPERTS)
+    if name == "gpt-oss":
+        return transformers.GptOssConfig(
+            **sizes, num_local_experts=EXPERTS, head_dim=8, sliding_window=8
+        )
     if name == "qwen2":
         return transformers.Qwen2MoeConfig(
             **sizes,
@@ -100,7 +107,7 @@ def described(name: str = "mixtral") -> Description:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("mixtures")
-    for name in ("mixtral", "qwen2", "deepseek", "larger"):
+    for name in ("mixtral", "qwen2", "gpt-oss", "deepseek", "larger"):
         (path / name).mkdir()
         (path / name / "config.json").write_text(json.dumps(config_of(name).to_dict()))
     return path
@@ -137,7 +144,7 @@ def test_the_busiest_rank_decides():
     saved = 2 * 3 * even.costs(1).block.saved_by_experts
     assert memory[1] - memory[0] == pytest.approx(saved, rel=0.35)
     with pytest.raises(ValueError, match=r"imbalance=0\.5"):
-        sm.tune(model, tiny.ids(), devices=4, imbalance=0.5)
+        tune(model, tiny.ids(), devices=4, imbalance=0.5)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +156,10 @@ def test_the_busiest_rank_decides():
             Form(ep=2, recompute="selective"),
             "ep=2: selective recomputation does not take the exchange of rows",
         ),
-        (Form(ep=2, zero=1), "ep=2 zero=1: experts are split with zero=3"),
+        (
+            Form(fsdp=4, ep=2, zero=1),
+            "ep=2 fsdp=4 zero=1: 4 does not divide the 2 experts of a rank",
+        ),
     ],
     ids=str,
 )
@@ -190,12 +200,13 @@ def test_tune_says_what_ep_costs(folder, capsys):
     """Sixteen devices in nodes of eight: the forms with ep, and the one that crosses nodes."""
     path = str(folder / "mixtral")
     options = ["--devices", "8", "--node", "2", "--batch", "16", "--seq", "16", "--fix", "pp=1"]
+    options += ["--check", "0"]
     assert main(["tune", path, *options, "--fix", "ep=2", "--imbalance", "1.3", "--json"]) == 0
     best = json.loads(capsys.readouterr().out)["candidates"][0]
     assert best["form"]["ep"] == 2
     assert best["received_by_axis"]["ep"] > 0
     assert best["seconds_by_part"]["ep"] > 0
-    tuning = sm.tune(model_of(config_of("mixtral")), tiny.ids(16), devices=8, node=2, fix={"pp": 1})
+    tuning = tune(model_of(config_of("mixtral")), tiny.ids(16), devices=8, node=2, fix={"pp": 1})
     reasons = [reason for reason in tuning.reasons if reason.startswith("ep=")]
     assert any("ep crosses nodes" in reason for reason in reasons), tuning.reasons
     assert any(candidate.form.ep == 1 for candidate in tuning.candidates)
@@ -257,6 +268,9 @@ FORMS = {
         "mixtral",
         Form(pp=2, fsdp=2, ep=2, rows=1, microbatches=2, gather="step", schedule="zb_h1"),
     ),
+    "fsdp, ep, zero 1": ("mixtral", Form(fsdp=2, ep=2, rows=1, microbatches=2, zero=1)),
+    "ep, zero 2": ("mixtral", Form(ep=2, rows=2, microbatches=2, zero=2)),
+    "gpt-oss": ("gpt-oss", Form(fsdp=2, ep=2, rows=2)),
     "qwen2": ("qwen2", Form(ep=2, rows=4)),
     "deepseek": ("deepseek", Form(fsdp=2, ep=2, rows=2)),
 }
@@ -283,13 +297,16 @@ def measured(form: Form, folder: Path) -> tuple[int, CommReport]:
         tokens = experts.shape[0]
         first = sm.arange(tokens, device_mesh=experts.mesh)[:, None]
         chosen = (first + torch.arange(CHOICES)) % EXPERTS
-        return names["by_moe"](module, rows, chosen.redistribute(experts.spec), weights)
+        return by_moe(module, rows, chosen.redistribute(experts.spec), weights)
 
     def own_counts(counts: torch.Tensor, mesh: Any, axes: tuple[str, ...]) -> torch.Tensor:
         gathered = all_counts(counts, mesh, axes)
         return counts.expand_as(gathered).clone()
 
-    ALL_EXPERTS_FUNCTIONS.register("moe", in_turn)
+    name = register_moe("ep")
+    by_moe = ALL_EXPERTS_FUNCTIONS[name]
+    names["register_moe"] = lambda axis: "in turn"
+    ALL_EXPERTS_FUNCTIONS.register("in turn", in_turn)
     all_counts = token_dispatch._all_counts
     memory, report = PeakMemory("cpu"), sm.debug.comm_report()
     reports: list[CommReport] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,11 +14,16 @@ import torch
 import shardmesh as sm
 from shardmesh.__main__ import main
 from shardmesh.mesh.topology import Link, Topology
+from shardmesh.sharding.tune.counts import OperatorCounts
+from shardmesh.sharding.tune.description import Description
 from shardmesh.sharding.tune.devices import device_of
 from shardmesh.sharding.tune.form import Form, Group
 from shardmesh.sharding.tune.prices import Prices
 from shardmesh.sharding.tune.search import is_neighbour
+from shardmesh.sharding.tune.step_time import StepTime, StepTimes
 from tests.sharding.tune import tiny
+
+tune = partial(sm.tune, check=0)  # programs are evaluated in test_exact.py
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +33,7 @@ def llama():
 
 @pytest.fixture(scope="module")
 def tuning(llama):
-    return sm.tune(llama, tiny.ids(16), devices=8, node=4, fix={"tp": 2})
+    return sm.tune(llama, tiny.ids(16), devices=8, node=4, fix={"tp": 2}, check=1)
 
 
 def test_the_best_form_is_valid_and_the_fastest(tuning):
@@ -50,7 +56,14 @@ def test_reasons_name_values_that_lost(tuning):
 
 def test_the_table_has_every_part(tuning):
     text = str(tuning)
-    for part in ("8 devices h100, nodes of 4", "time: matmul", "memory", "why not:", "(table)"):
+    for part in (
+        "8 devices h100, nodes of 4",
+        "time: matmul",
+        "memory",
+        "why not:",
+        "(table)",
+        " bytes",
+    ):
         assert part in text
 
 
@@ -69,8 +82,8 @@ def test_json(tuning):
 def test_links_of_the_caller_price_communication(llama):
     slow = Topology(Link(1e-3, 1e6), Link(1e-3, 1e6), 1e12, node_size=2)
     fix = {"tp": 2, "fsdp": 2, "pp": 1, "rows": 8, "recompute": "none"}
-    by_data_sheet = sm.tune(llama, tiny.ids(16), devices=4, node=2, fix=fix)
-    chosen = sm.tune(llama, tiny.ids(16), slow, devices=4, fix=fix)
+    by_data_sheet = tune(llama, tiny.ids(16), devices=4, node=2, fix=fix)
+    chosen = tune(llama, tiny.ids(16), slow, devices=4, fix=fix)
     assert chosen.best.form == by_data_sheet.best.form
     assert chosen.priced_by(chosen.best.form) == {"fsdp": "topology", "tp": "topology"}
     launches = 2 * 4 * tiny.LAYERS  # two gathers and two reductions in each direction of a block
@@ -82,18 +95,18 @@ def test_memory_decides(llama):
     """With room for one block's activations only, blocks are recomputed."""
     fix = {"pp": 1, "dp": 1, "cp": 1, "tp": 1, "rows": 8}
     batch = tiny.ids(16, 64)
-    roomy = sm.tune(llama, batch, devices=2, fix=fix)
+    roomy = tune(llama, batch, devices=2, fix=fix)
     assert roomy.best.form.recompute == "none"
     needs = {
-        recompute: sm.tune(llama, batch, devices=2, fix=fix | {"recompute": recompute}).best.memory
+        recompute: tune(llama, batch, devices=2, fix=fix | {"recompute": recompute}).best.memory
         for recompute in ("none", "selective", "full")
     }
     assert needs["none"].total > needs["selective"].total > needs["full"].total
     room = (needs["none"].total + needs["selective"].total) / 2
-    chosen = sm.tune(llama, batch, devices=2, fix=fix, memory=(room + 2e9) / 0.95)
+    chosen = tune(llama, batch, devices=2, fix=fix, memory=(room + 2e9) / 0.95)
     assert chosen.best.form.recompute == "selective"
     room = (needs["selective"].total + needs["full"].total) / 2
-    chosen = sm.tune(llama, batch, devices=2, fix=fix, memory=(room + 2e9) / 0.95)
+    chosen = tune(llama, batch, devices=2, fix=fix, memory=(room + 2e9) / 0.95)
     assert chosen.best.form.recompute == "full"
     assert any(
         reason.startswith("recompute=selective: needs") and "activations" in reason
@@ -114,26 +127,34 @@ def test_neighbours_are_compiled_and_regather_as_the_form_is(llama):
     near = Form(
         fsdp=2, tp=2, sequence_parallel=True, rows=2, microbatches=4, compiled=True, regather=True
     )
-    tuning = sm.tune(llama, tiny.ids(16), devices=4, near=near)
+    tuning = tune(llama, tiny.ids(16), devices=4, near=near)
     forms = [candidate.form for candidate in tuning.candidates]
     assert near in forms
     assert all(form.compiled for form in forms)
-    eager = sm.tune(llama, tiny.ids(16), devices=4, near=near, fix={"compiled": False})
+    eager = tune(llama, tiny.ids(16), devices=4, near=near, fix={"compiled": False})
     assert [x.form for x in eager.candidates if x.form.compiled] == [near]
+
+
+def test_the_most_rows_of_a_microbatch(llama):
+    options = {"devices": 2, "fix": {"pp": 1, "tp": 1, "recompute": "none"}, "top": 100}
+    rows = {x.form.rows for x in tune(llama, tiny.ids(16), **options).candidates}
+    fewer = tune(llama, tiny.ids(16), **options, max_microbatch=2)
+    assert {x.form.rows for x in fewer.candidates} == {1, 2}
+    assert max(rows) > 2
 
 
 def test_zero_stages(llama):
     """With microbatches FSDP gathers most, and ZeRO-1 holds most."""
     fix = {"fsdp": 4, "tp": 1, "pp": 1, "cp": 1, "rows": 1, "recompute": "none"}
     best = {
-        zero: sm.tune(llama, tiny.ids(16), devices=4, fix={**fix, "zero": zero}).best
+        zero: tune(llama, tiny.ids(16), devices=4, fix={**fix, "zero": zero}).best
         for zero in (1, 2, 3)
     }
     moved = {zero: candidate.time.moved["fsdp"] for zero, candidate in best.items()}
     assert moved[1] < moved[2] < moved[3]
     assert best[1].memory.total > best[2].memory.total > best[3].memory.total
     with pytest.raises(ValueError, match="zero=1 needs fsdp or cp, and neither a pipeline nor dp"):
-        sm.tune(llama, tiny.ids(16), devices=4, fix={"zero": 1, "fsdp": 1, "cp": 1})
+        tune(llama, tiny.ids(16), devices=4, fix={"zero": 1, "fsdp": 1, "cp": 1})
 
 
 # -- prices ----------------------------------------------------------------------------------------
@@ -169,6 +190,62 @@ def test_prices():
     assert prices.seconds("all_gather", 45e9, inside) == pytest.approx(11e-6 + 0.2)
 
 
+@pytest.fixture
+def seconds_on(llama):
+    """Return the time of a step on a device that differs from an H100 in some fields."""
+    described = Description(llama, tiny.ids(16))
+    h100 = device_of("h100")
+
+    def seconds(form: Form, **fields: Any) -> StepTime:
+        device = replace(h100, **fields)
+        return StepTimes(described, Prices(device, h100.topology(8), 8)).of(form, simulate=True)
+
+    return seconds
+
+
+def test_launches_add_to_kernels_on_the_host(seconds_on):
+    form = Form(fsdp=4, rows=4)
+    beside, added = seconds_on(form), seconds_on(form, is_host=True)
+    free = seconds_on(form, launch=0.0)
+    assert beside.other < added.other  # kernels of a tiny model are shorter than a launch
+    assert added.other == pytest.approx(beside.other + free.other)
+
+
+def test_a_rank_that_waits_leaves_its_core_to_others(seconds_on):
+    """On two cores for four ranks the bubble of a pipeline costs nothing."""
+    form = Form(pp=4, rows=4, microbatches=4)
+    alone, shared = seconds_on(form), seconds_on(form, sharing=2.0)
+    assert alone.bubble > 0 > shared.bubble  # the busiest rank gets more than its share
+    work = alone.total - alone.bubble - alone.optimizer
+    assert work / 2 < shared.total - shared.optimizer < work
+    ring = Form(cp=4, rows=16)  # the last rank has the most of a causal mask
+    assert seconds_on(ring, sharing=2.0).attention < seconds_on(ring).attention
+    balanced = replace(ring, balanced=True)
+    assert seconds_on(balanced, sharing=2.0).attention == seconds_on(balanced).attention
+
+
+def test_sums_in_bfloat16(seconds_on):
+    form = Form(tp=2, dp=2, rows=8)
+    slower = seconds_on(form, sums={"all_reduce": 3.0})
+    assert slower.tp > seconds_on(form).tp
+    assert slower.dp == seconds_on(form).dp  # gradients are summed in float32
+
+
+def test_bytes_of_the_optimizers_step():
+    """What AdamW on lists of tensors reads and writes, counted; the norm and clipping are 12."""
+    from shardmesh.sharding.tune.step_time import _STEP
+
+    x = torch.nn.Parameter(torch.ones(1000))
+    x.grad = torch.ones(1000)
+    optimizer = torch.optim.AdamW([x], foreach=True)
+    optimizer.step()
+    with OperatorCounts([]) as counts:
+        optimizer.step()
+    on_lists = [x for x in counts.tape.operations if x.kernel.moved >= 4000]
+    moved = sum(sum(x.inputs.values()) + 4000 for x in on_lists)  # each writes one list
+    assert moved / 1000 == _STEP - 12
+
+
 # -- errors ----------------------------------------------------------------------------------------
 
 
@@ -177,6 +254,7 @@ def test_prices():
     [
         ({"device": "h1000"}, r"unknown device 'h1000': write one of a100, h100"),
         ({"devices": 0}, r"tune\(devices=0\): a whole number from 1"),
+        ({"max_microbatch": 0}, r"tune\(max_microbatch=0\): a whole number from 1"),
         ({"fix": {"zp": 2}}, r"zp=2: a form has the fields pp, dp"),
         ({"memory": 2.1053e9}, r"does not fit on 8 devices h100: .* MB too few; most is .* Take"),
         ({"fix": {"tp": 8}}, r"h100 with tp=8: tp=8 does not divide 4 attention heads"),
@@ -187,13 +265,14 @@ def test_prices():
 )
 def test_errors(llama, options, message):
     with pytest.raises(ValueError, match=message):
-        sm.tune(llama, tiny.ids(16, 64), **{"devices": 8} | options)
+        tune(llama, tiny.ids(16, 64), **{"devices": 8} | options)
 
 
 def test_command(tmp_path, capsys):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(tiny.config().to_dict()))
     options = ["--devices", "4", "--batch", "8", "--seq", "16", "--fix", "tp=2", "--fix", "pp=1"]
+    options += ["--check", "0"]
     assert main(["tune", str(path), *options, "--json"]) == 0
     parsed = json.loads(capsys.readouterr().out)
     assert str(path) in parsed["program"]
@@ -226,7 +305,7 @@ def nothing() -> None: ...
 def test_a_plain_model(capsys):
     """The program of a function's model runs, with the mean of its output as loss."""
     target = "tests.sharding.tune.test_tune:plain"
-    options = ["--devices", "2", "--fix", "pp=1", "--program", "shardmesh"]
+    options = ["--devices", "2", "--fix", "pp=1", "--check", "0", "--program", "shardmesh"]
     assert main(["tune", target, *options]) == 0
     names: dict[str, Any] = {"__name__": "train"}
     exec(capsys.readouterr().out, names)
@@ -245,6 +324,7 @@ def test_a_plain_model(capsys):
         (["nothing", "--devices", "2"], "'nothing' is neither a config.json"),
         (["no/config.json", "--devices", "2"], "no/config.json: no such file"),
         (["no_such_module:f", "--devices", "2"], "No module named 'no_such_module'"),
+        (["math:floor", "--devices", "2", "--check", "x"], "--check 'x': write a whole number"),
         (["math:floor", "--devices", "x"], "--devices 'x': write a whole number from 1"),
         (["math:nothing", "--devices", "2"], "math has no function 'nothing'"),
         (["tests.sharding.tune.test_tune:nothing", "--devices", "2"], "returned NoneType"),
@@ -267,4 +347,4 @@ def test_errors_of_the_command(arguments, message, capsys):
 )
 def test_values_that_a_form_does_not_take(llama, fix, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        sm.tune(llama, tiny.ids(16), devices=4, fix=fix)
+        tune(llama, tiny.ids(16), devices=4, fix=fix)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ....layout.layout import Layout
 from ....tensor.sharded_tensor import ShardedTensor
+from ..address import address_of
 
 
 class GradBuffer(NamedTuple):
@@ -183,5 +184,7 @@ class GradWriter:
 def is_view_at(grad: Tensor, view: Tensor) -> bool:
     """Return whether a gradient is this view of a buffer."""
     return (
-        grad.data_ptr() == view.data_ptr() and grad.dtype is view.dtype and grad.shape == view.shape
+        address_of(grad) == address_of(view)
+        and grad.dtype is view.dtype
+        and grad.shape == view.shape
     )

@@ -24,6 +24,7 @@ from .....mesh.comm.pending import Pending
 from .....mesh.comm.recording.recorder import CommTag
 from .....mesh.comm.thread_context import thread_context
 from ....tensor.sharded_tensor import ShardedTensor
+from ..address import address_of, storage_of
 from ..slot import UnitOptions
 from .flat import FlatBucket
 
@@ -73,7 +74,7 @@ class ParamStorage:
         moved = [
             (view, x)
             for view, x in zip(self._shard_views, parts, strict=True)
-            if view.data_ptr() != x.data_ptr()
+            if address_of(view) != address_of(x)
         ]
         if not moved:
             return
@@ -152,7 +153,7 @@ class ParamStorage:
             self._pending = None
             whole = pending.wait()
             self._copies[_WHOLE] = versions, whole
-            self._address = whole.untyped_storage().data_ptr()
+            self._address = storage_of(whole)
         return self._copies[_WHOLE][1]
 
     @property

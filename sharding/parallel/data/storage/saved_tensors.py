@@ -14,6 +14,7 @@ from torch import Tensor
 from ....autograd import engine_hooks
 from ....tensor.saved_wrapper import wrapper_to_save
 from ....tensor.sharded_tensor import ShardedTensor
+from ..address import storage_of
 from .param_storage import Version
 
 
@@ -81,7 +82,7 @@ class saved_param_hooks:
         def pack(x: Tensor) -> Any:
             if type(x) is ShardedTensor:
                 return wrapper_to_save(x)
-            buffer = find(x.untyped_storage().data_ptr())
+            buffer = find(storage_of(x))
             if buffer is None:
                 return x if outer is None else _OuterPacked(outer[0](x))
             # Checkpoint compares the number of saved tensors with that of the recomputation.
