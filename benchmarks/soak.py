@@ -174,7 +174,8 @@ def serve(requests: int, every: int) -> list[Sample]:
 
     mesh = sm.init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),), axis_names=("tp",))
     model = sm.parallel.parallelize(example.tiny_model().eval(), mesh, "auto")
-    engine, scheduler = example.Engine(model, []), example.Scheduler([2])
+    engine = example.Engine(model, example.forward_of(model), [])
+    scheduler = example.Scheduler([2])
     is_front, draw = mesh.get_rank() == 0, random.Random(0)
     samples = Samples("serving", every)
     asked = answered = 0
