@@ -80,8 +80,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Work in a folder whose modules can be imported."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    other = sys.modules.pop("train", None)  # that of the benchmarks
     yield
     sys.modules.pop("train", None)
+    if other is not None:
+        sys.modules["train"] = other
 
 
 @pytest.mark.parametrize("run_script", [on_threads, slow(on_processes)])
