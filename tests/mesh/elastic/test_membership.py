@@ -320,6 +320,31 @@ def test_a_process_does_not_wait_for_a_job_that_listens_on_another_host_alone(
     joining._check_reachable({0: far, 1: far._replace(address=address)})
 
 
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_process_that_joins_waits_for_the_first_store(
+    begins: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """It may be started before whoever serves it."""
+    port = free_port()
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(joining, "_TIMEOUT_S", 0.0)  # for the job to begin, once it is there
+    if not begins:
+        monkeypatch.setattr(joining, "_PATIENCE_S", 0.2)
+    served: list[TCPStore] = []
+
+    def serve() -> None:
+        served.append(TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False))
+
+    serving = threading.Timer(0.5, serve if begins else lambda: None)
+    serving.start()
+    match = "no elastic job has begun" if begins else "no job answers .*refused"
+    with pytest.raises(LaunchEnvironmentError, match=match):
+        joining.enter()
+    serving.join()
+
+
 def test_a_process_that_joins_is_reached_by_those_of_other_hosts_that_join_later(
     monkeypatch: pytest.MonkeyPatch,
 ):

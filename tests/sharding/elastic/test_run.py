@@ -349,11 +349,12 @@ def test_a_spare_that_has_built_nothing_takes_a_place(
     assert (tmp_path / "saved" / "step-00000006").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "faults",
     [
         [(3, 2, "vote", "kill")],
-        slow([(0, 2, "vote", "kill"), (3, 2, "agree", "raise")]),  # it has nothing to complete
+        [(0, 2, "vote", "kill"), (3, 2, "agree", "raise")],  # it has nothing to complete
     ],
     ids=str,
 )
