@@ -43,6 +43,7 @@ from .rank_stores import (
 
 KEYS = "shardmesh/elastic"
 _TIMEOUT_S = 300.0  # for the job to begin, and for its members to reach the end of a step
+_PATIENCE_S = 30.0  # for the job's first store to listen: whoever serves it may have just begun
 _PAUSE_S = 0.05
 _LOOK_S = 1.0  # between looks at who the members are
 _STORES = 8  # at which a process announces itself: those of the lowest ranks
@@ -106,7 +107,7 @@ def enter() -> Entry:
         )
     info = own_rank_info(place[0], {}, 0, os.environ)
     first = address_of(os.environ)
-    registry = Connection(StoreAddress(first.host, first.port), KEYS)
+    registry = Connection(StoreAddress(first.host, first.port), KEYS, _PATIENCE_S)
     deadline = time.monotonic() + _TIMEOUT_S
     try:
         job = _job(registry, deadline)
@@ -142,6 +143,12 @@ def _never() -> bool:
 
 def _job(registry: Connection, deadline: float) -> str:
     """Return the name of the job, once it has begun."""
+    try:
+        registry.ask(lambda keys: keys.has("job"), _never)
+    except StoreGoneError as error:
+        raise LaunchEnvironmentError(
+            f"no job answers that this process could join: {error}"
+        ) from None
     while not registry.ask(lambda keys: keys.has("job"), _never):
         if time.monotonic() > deadline:
             raise LaunchEnvironmentError(

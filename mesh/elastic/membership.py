@@ -20,9 +20,17 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -65,9 +73,10 @@ _log = logging.getLogger(__name__)
 
 _KEYS = joining.KEYS
 _FIRST_PAUSE_S, _PAUSE_S = 1e-3, 2e-2  # between looks at the store
-# To connect ranks that are known to be there: for the default group, which nothing ends, in
-# seconds; for others a share of SHARDMESH_EXIT_S, after which the watchdog ends the process.
-_START_S, _CONNECT_SHARE = 30.0, 0.8
+# To connect ranks that are known to be there, at most, in seconds: those of the default group, and
+# of others. Neither wait is interrupted, so each has a share of the time after which others count
+# this rank as lost (the default group), or its watchdog ends it (others).
+_LONGEST_START_S, _LONGEST_CONNECT_S, _SHARE = 30.0, 8.0, 0.8
 _LOOK_S = 1.0  # between looks for processes that want to join
 _TO_LEAVE_S = 10.0  # that a rank which leaves waits for the others
 _NO_TOKEN = "0" * 16  # of a member
@@ -121,7 +130,8 @@ class Membership:
 
     Raises:
         LaunchEnvironmentError: the ranks are not monitored, or on several hosts without a store
-            that these share, or SHARDMESH_EXIT_S is 0. On every rank.
+            that these share, or SHARDMESH_EXIT_S is 0 and there are or may be other ranks. On every
+            rank.
 
     Communication: one all_gather of small objects.
     """
@@ -142,11 +152,8 @@ class Membership:
                 "lost; here the ranks are simulated, or the monitor is off (SHARDMESH_MONITOR, "
                 "sm.monitor.collective_check)"
             )
-        if not settings().exit_s:
-            raise LaunchEnvironmentError(
-                "SHARDMESH_EXIT_S=0: an elastic job goes on without a rank that hangs once it has "
-                "ended, and 0 says that none is; write a number of seconds"
-            )
+        if world.size > 1 or entry is not None or default_store() is not None:
+            _check_ends(monitor)
         self.world: ProcessWorld = world
         self.failures: tuple[Failure, ...] = ()
         self.verdict = ""
@@ -460,9 +467,8 @@ class Membership:
         self._awaited = {}
         while True:
             if self.member.rank in self._presence.gone:
-                raise LeftOutError(
-                    f"rank {self.member.rank} counts as lost for others, which go on without it: "
-                    f"{self.verdict}"
+                self._raise_left_out(
+                    f"rank {self.member.rank} counts as lost for others, which go on without it"
                 )
             self._note_deaths(self._awaited)
             host = self.member.store_host
@@ -481,9 +487,9 @@ class Membership:
         successor = told.joining.get(self.member.rank)
         is_other = successor is not None and successor.token != self._own_token
         if self.member.rank not in told.decision.members or is_other:
-            raise LeftOutError(
+            self._raise_left_out(
                 f"{ranks_text(told.decision.members)} count rank {self.member.rank} as lost, and "
-                f"go on without it: {self.verdict}"
+                "go on without it"
             )
         self._take_in(told.joining)
         self.member = protocol.adopt(self.member, told.decision)
@@ -611,29 +617,42 @@ class Membership:
         ]
         self._presence.hear(left_out)
         if left_out:
-            reasons = "; ".join(f.reason for f in self.failures if f.rank in left_out)
-            text = (
-                f"{ranks_text(left_out)} failed {_MOST_FAILURES} times, and must leave: {reasons}"
-            )
+            text = _text_of_failed(left_out, self.failures)
             raise (ElasticJobError if self.member.rank in left_out else StoreGoneError)(text)
+
+    def _raise_left_out(self, text: str) -> NoReturn:
+        """Raise that others go on without this rank.
+
+        If it has failed too often, these may have left it out before it has read their decision.
+        """
+        rank, own = self.member.rank, self._failure
+        failed_before = self._failed_ranks[rank]
+        if own is not None and own.rank == rank and failed_before + 1 >= _MOST_FAILURES:
+            raise ElasticJobError(_text_of_failed([rank], [own]))
+        raise LeftOutError(f"{text}: {self.verdict}")
 
     # -- the store ---------------------------------------------------------------------------------
 
     def _ask(self, host: int, question: Callable[[StoreKeys], Any]) -> Any:
         """Return the answer of the store of a rank. Raises: StoreGoneError."""
-        connection = self._connection_to(host)
-        try:
+        with self._connected(host) as connection:
             return connection.ask(question, self._is_lost(host))
-        except StoreGoneError:
-            self._connection = None
-            raise
 
-    def _connection_to(self, host: int) -> Connection:
+    @contextlib.contextmanager
+    def _connected(self, host: int) -> Iterator[Connection]:
+        """Give the connection to the store of a rank, the last one if it is of that rank."""
         if self._connection is None or self._connection[0] != host:
             if self._connection is not None:
                 self._connection[1].close()
             self._connection = host, Connection(self._addresses[host], self._prefix)
-        return self._connection[1]
+        connection = self._connection[1]
+        try:
+            yield connection
+        except StoreGoneError:
+            self._connection = None
+            if host in self._presence.cut_off:
+                connection.abandon()
+            raise
 
     def _is_lost(self, host: int) -> Callable[[], bool]:
         """Return a function that says whether to wait for the store of a rank no longer."""
@@ -672,15 +691,15 @@ class Membership:
         os.environ.update(
             RANK=str(rank), WORLD_SIZE=str(len(members)), LOCAL_WORLD_SIZE=str(len(on_this_host))
         )
-        connection = self._connection_to(member.host)
-        store = connection.clone(self._is_lost(member.host))
+        with self._connected(member.host) as connection:
+            store = connection.clone(self._is_lost(member.host))
         store.set_timeout(default_pg_timeout)
         dist.init_process_group(
             self._backend,
             store=PrefixStore(f"{self._prefix}/epoch{member.epoch}", store),
             rank=rank,
             world_size=len(members),
-            timeout=timeouts.connect_timeout(_START_S),
+            timeout=timeouts.connect_timeout(_start_s(self._presence.late_s)),
         )
         timeouts.manage(dist.group.WORLD, is_own=False)
         self.world, self._world_members = process_world(), members
@@ -694,7 +713,7 @@ class Membership:
 
     def _prepare(self) -> None:
         """Let waits of this world that nothing interrupts end before their process is ended."""
-        self.world.connect_s = _CONNECT_SHARE * settings().exit_s
+        self.world.connect_s = _connect_s(settings().exit_s)
         relay = None if self._monitor is None else self._monitor.relay
         silent_s = math.inf if relay is None else relay.lost_after_s
         self._presence.silent_s, self._presence.late_s = _patience(silent_s)
@@ -786,6 +805,50 @@ class Membership:
         if self._connection is not None:
             self._connection[1].close()
             self._connection = None
+
+
+def _check_ends(monitor: Monitor | None) -> None:
+    """Check that a rank which hangs is ended: until then the others wait for it.
+
+    A program that hosts others, such as a notebook, is never ended; it may be started all the same,
+    to look for an error.
+
+    Raises: LaunchEnvironmentError: SHARDMESH_EXIT_S is 0.
+    """
+    if not settings().exit_s:
+        raise LaunchEnvironmentError(
+            "SHARDMESH_EXIT_S=0: an elastic job goes on without a rank that hangs once it has "
+            "ended, and 0 says that none is; write a number of seconds"
+        )
+    if monitor is not None and not monitor.buffer.words[Header.EXIT_S]:
+        _log.warning(
+            "rank %d runs in a debugger, a notebook or a test runner, which nothing ends: if it "
+            "hangs, the other ranks of the elastic job wait for it",
+            monitor.directory.rank,
+        )
+
+
+def _connect_s(exit_s: float) -> float:
+    """Return the seconds for the ranks of a group to connect, before their watchdogs end them.
+
+    Args:
+        exit_s: after which they do; 0 for never.
+    """
+    return min(_LONGEST_CONNECT_S, _SHARE * exit_s or math.inf)
+
+
+def _start_s(late_s: float) -> float:
+    """Return the seconds for the ranks of the default group to connect.
+
+    Args:
+        late_s: after which a rank that still waits for others counts as lost on other hosts.
+    """
+    return min(_LONGEST_START_S, _SHARE * late_s)
+
+
+def _text_of_failed(ranks: Sequence[int], failures: Iterable[Failure]) -> str:
+    reasons = "; ".join(one.reason for one in failures if one.rank in ranks)
+    return f"{ranks_text(ranks)} failed {_MOST_FAILURES} times, and must leave: {reasons}"
 
 
 def _sign_all(keys: StoreKeys, ranks: Collection[int]) -> None:

@@ -369,20 +369,22 @@ def _choose_version(
 
     A version that nothing of is missing comes before others; then one that every survivor holds who
     holds any and was a member then: otherwise a further loss could leave some with this one and
-    some with the one before. Then the newest. If nobody holds anything, it is the last committed
-    one, without providers.
+    some with the one before. Then the newest step; of the same step the layouts that every survivor
+    holds who was a member then, so not those that a process was to get that joins; then the newest
+    layouts. If nobody holds anything, it is the last committed one, without providers.
     """
     with_any = [told for told in reports if told.copies]
     versions = {version for told in with_any for version in told.copies}
     if not versions:
         return max(told.committed for told in reports), ()
 
-    def rank_of(version: Copy) -> tuple[bool, bool, int, int]:
+    def rank_of(version: Copy) -> tuple[bool, bool, int, bool, int]:
         providers = _providers(version, reports)
         return (
             not missing_parts(version, providers),
             len(providers) == sum(told.rank in version.members for told in with_any),
             version.step,
+            len(providers) == sum(told.rank in version.members for told in reports),
             version.epoch,
         )
 

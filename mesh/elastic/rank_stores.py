@@ -11,6 +11,7 @@ questions are asked in a thread of their own, and left alone when the host has e
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import queue
 import socket
@@ -28,6 +29,7 @@ from ..launch.job_store import loopback_listener, resolved
 from ..monitor.store_keys import StoreKeys
 from ..monitor.store_values import checked, has_fields, json_object, whole
 from ..network import is_loopback
+from ..settings import settings
 
 T = TypeVar("T")
 
@@ -35,7 +37,10 @@ _LOOPBACK = "127.0.0.1"
 _TO_RESOLVE_S = 2.0
 _ANSWER_S = 5.0  # of a store that is there; then it is asked again
 _LOOK_S = 0.02  # between looks at whether the host has ended, while a question is under way
-_TO_END_S = 15.0  # that a process waits at its end for a call of a store, tried again for so long
+_PAUSE_S = 0.05  # between tries to connect to a store that may not be there yet
+# That a process waits at its end for a call of a store, at most: torch tries again for so long. It
+# is ended itself some time after SHARDMESH_EXIT_S, of which this is a share.
+_TO_END_S, _SHARE = 15.0, 0.8
 
 
 class StoreAddress(NamedTuple):
@@ -116,10 +121,13 @@ class Connection:
     Args:
         address: of the store.
         prefix: of all keys.
+        patience_s: seconds in which the store may begin to listen; by default it must be there.
     """
 
-    def __init__(self, address: StoreAddress, prefix: str) -> None:
+    def __init__(self, address: StoreAddress, prefix: str, patience_s: float = 0.0) -> None:
         self._address, self._prefix = address, prefix
+        self._patience_s = patience_s
+        self._is_closed = threading.Event()
         self._questions: queue.SimpleQueue[Callable[[StoreKeys], Any] | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
         self._store: Any = None
@@ -161,14 +169,27 @@ class Connection:
 
     def close(self) -> None:
         """Let the thread end, after a question that is under way."""
+        self._is_closed.set()
         self._questions.put(None)
+
+    def abandon(self) -> None:
+        """Do not wait for the thread at the end of the process: the host is cut off.
+
+        A call of its store returns after minutes, if ever.
+        """
+        self.close()
+        _connections.discard(self)
 
     def _check_listening(self) -> None:
         """Raise DistNetworkError if nobody listens there: torch would try again for seconds."""
-        try:
-            socket.create_connection(self._address, _ANSWER_S).close()
-        except OSError as error:
-            raise dist.DistNetworkError(str(error)) from error
+        deadline = time.monotonic() + self._patience_s
+        while True:
+            try:
+                socket.create_connection(self._address, _ANSWER_S).close()
+                return
+            except OSError as error:
+                if time.monotonic() >= deadline or self._is_closed.wait(_PAUSE_S):
+                    raise dist.DistNetworkError(str(error)) from error
 
     def _run(self) -> None:
         while (question := self._questions.get()) is not None:
@@ -196,7 +217,7 @@ def _end_threads() -> None:
 
     One that returns from it while the interpreter ends would abort the process.
     """
-    deadline = time.monotonic() + _TO_END_S
+    deadline = time.monotonic() + min(_TO_END_S, _SHARE * settings().exit_s or math.inf)
     for connection in list(_connections):
         connection.close()
         connection._thread.join(max(0.0, deadline - time.monotonic()))

@@ -547,7 +547,8 @@ class ElasticJob:
                 "optimizer.step() outside of `with job.attempt()`: the optimizers of an elastic "
                 "job step inside, since all ranks vote before they write"
             )
-        if self._is_completing or self._members.member.phase is not Phase.COMPUTE:
+        self._check_vote()
+        if self._members.member.phase is not Phase.COMPUTE:  # all have voted
             return
         termination.set_interruptible(False)
         self._vote()
@@ -565,10 +566,12 @@ class ElasticJob:
         try:
             self._is_changing = members.vote(self._is_leaving())
         except Exception as error:
-            # others may count on it from its report on, so an error in the agreement ends this rank
-            self._is_completing = members.member.write is Write.LOCAL
+            # others may count on it from its report on, so an error in the agreement ends this
+            # rank; a spare has nothing to write
+            can_complete = members.member.write is Write.LOCAL and not self.is_spare
+            self._is_completing = can_complete
             decision = self._agree(error)
-            if decision is None or decision.source != promised:
+            if not can_complete or decision is None or decision.source != promised:
                 self._is_completing = False
                 raise _StepGivenUpError from error
             self._set_refusal(True)
@@ -580,6 +583,22 @@ class ElasticJob:
         members.member = protocol.enter_write(member)
         self._set_refusal(member.write is Write.LOCAL)
 
+    def _check_vote(self) -> None:
+        """Raise if the vote of this step has failed, and the program has caught its error.
+
+        The state is that of the committed version, which other ranks may have from this one: the
+        optimizers must not write into it.
+        """
+        phase = self._members.member.phase
+        if phase in (Phase.COMPUTE, Phase.WRITE) or self._is_completing:
+            return
+        if phase is Phase.RESTORE:
+            raise _StepGivenUpError
+        raise ElasticJobError(
+            "the vote of this step has failed with an error that the step has caught; let errors "
+            "of optimizer.step() leave the block of the attempt"
+        )
+
     def _set_refusal(self, is_on: bool) -> None:
         """Set whether collectives raise: those of a step whose optimizer writes by itself."""
         observers = self._members.world.observers
@@ -589,10 +608,9 @@ class ElasticJob:
     def _end_step(self, attempt: Attempt) -> None:
         """WRITE -> COMPUTE of the next step."""
         members = self._members
-        phase = members.member.phase
-        if phase is Phase.RESTORE and not self._is_completing:
-            raise _StepGivenUpError  # the program has caught it
-        if phase is Phase.COMPUTE:  # no optimizer has stepped, as where a scaler skips a step
+        self._check_vote()
+        # no optimizer has stepped, as where a scaler skips a step
+        if members.member.phase is Phase.COMPUTE:
             if self._count_writes() != self._writes_before:
                 raise ElasticJobError(
                     "the step has written parameters without a vote: their optimizer is not in the "

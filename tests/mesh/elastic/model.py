@@ -725,6 +725,9 @@ class Model:
         if decision.lost:
             self.check_loss(world, decision)
             return
+        if self.write is not Write.BARE and not decision.is_held_by_all:
+            # a job takes this for lost: members were cut off in the write of this version
+            raise Violation(f"{decision} asks members for a version that they have not got")
         newest = max(world.committed, default=None)
         if newest is not None and decision.source.step < newest.step:
             raise Violation(f"{newest} was committed, and {decision} goes back")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import socket
 import threading
 import time
 from collections import Counter
@@ -15,7 +17,8 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from shardmesh.mesh.elastic import joining, membership, protocol
+from shardmesh.mesh.comm.recording.trace_buffer import Header
+from shardmesh.mesh.elastic import joining, membership, protocol, rank_stores
 from shardmesh.mesh.elastic.joining import newcomers
 from shardmesh.mesh.elastic.membership import (
     Change,
@@ -24,13 +27,20 @@ from shardmesh.mesh.elastic.membership import (
     Membership,
     node_size,
 )
-from shardmesh.mesh.elastic.messages import Announcement
+from shardmesh.mesh.elastic.messages import Announcement, Failure
 from shardmesh.mesh.elastic.presence import Presence
-from shardmesh.mesh.elastic.rank_stores import Connection, StoreAddress, serve_store
+from shardmesh.mesh.elastic.rank_stores import (
+    Connection,
+    StoreAddress,
+    StoreGoneError,
+    serve_store,
+)
 from shardmesh.mesh.errors import LaunchEnvironmentError
 from shardmesh.mesh.monitor.recording.job_directory import born
 from shardmesh.mesh.monitor.startup.rank_info import own_rank_info
 from shardmesh.mesh.monitor.store_keys import StoreKeys
+from shardmesh.mesh.processes.process import ProcessWorld
+from shardmesh.mesh.settings import settings
 from tests.forked import free_port
 from tests.mesh.elastic.test_messages import WELCOME
 
@@ -150,6 +160,117 @@ def test_a_rank_that_leaves_hears_at_its_own_store_that_others_have_met():
         one.close()
 
 
+@pytest.mark.parametrize("is_heard", [False, True])
+@pytest.mark.parametrize(
+    ("own", "error", "match"),
+    [
+        (Failure(1, 4, "a bad batch"), ElasticJobError, "^rank 1 failed 2 times, and must leave: "),
+        (Failure(0, 4, "a bad batch"), LeftOutError, "as lost"),
+        (None, LeftOutError, "as lost"),
+    ],
+    ids=["its own", "of another", "none"],
+)
+def test_a_rank_that_is_left_out_for_its_failures_says_so(
+    pair: tuple[list[Membership], TCPStore],
+    is_heard: bool,
+    own: Failure | None,
+    error: type[Exception],
+    match: str,
+):
+    """The others may have agreed without it before it has read why."""
+    (other, one), _store = pair
+    one._failed_ranks[1] = 1
+    one._failure = own
+    for each in pair[0]:
+        each.member = protocol.interrupt(each.member)
+    if is_heard:
+        one._presence.hear([1])
+    else:
+        other._presence.hear([1])
+        other.agree()
+        one._presence.ended.clear()
+    with pytest.raises(error, match=match):
+        one.agree()
+
+
+def test_a_host_that_is_cut_off_is_not_waited_for_at_the_end(monkeypatch: pytest.MonkeyPatch):
+    """A call of its store does not return; that of a process that has ended does."""
+    monkeypatch.setattr(rank_stores, "_ANSWER_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as host:
+        address = StoreAddress("127.0.0.1", host.getsockname()[1])
+        for cut_off in (set[int](), {0}):
+            one = member_of(1, (0, 1), address)
+            presence = one._presence
+            presence.cut_off, presence.ended = cut_off, {0} - cut_off
+            with pytest.raises(StoreGoneError):
+                one._ask(0, lambda keys: keys.has("report"))
+            awaited = {connection._address for connection in rank_stores._connections}
+            assert (address in awaited) == (not cut_off)
+            rank_stores._connections.clear()
+
+
+def test_a_connection_that_could_not_be_cloned_is_not_asked_again(
+    pair: tuple[list[Membership], TCPStore],
+):
+    one = pair[0][0]
+
+    def gone() -> None:
+        with one._connected(0):
+            raise StoreGoneError("it broke")
+
+    assert not one._ask(0, lambda keys: keys.has("report"))
+    before = one._connection
+    with pytest.raises(StoreGoneError):
+        gone()
+    assert not one._ask(0, lambda keys: keys.has("report"))
+    assert one._connection != before
+
+
+@pytest.mark.parametrize("published", [0, 10])
+def test_a_rank_that_nothing_ends_is_told(
+    published: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """Its monitor has published so, whatever the setting says."""
+    words = {Header.EXIT_S: published}
+    monitor: Any = SimpleNamespace(
+        buffer=SimpleNamespace(words=words), directory=SimpleNamespace(rank=3)
+    )
+    with caplog.at_level("WARNING"):
+        membership._check_ends(monitor)
+    assert ("rank 3 runs in a debugger, a notebook" in caplog.text) == (published == 0)
+    monkeypatch.setattr(settings(), "exit_s", 0.0)
+    with pytest.raises(LaunchEnvironmentError, match="SHARDMESH_EXIT_S=0"):
+        membership._check_ends(monitor)
+
+
+@pytest.mark.parametrize("has_store", [False, True])
+def test_a_rank_that_is_and_stays_alone_needs_no_end(
+    has_store: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """With a store other processes may join it."""
+    monkeypatch.setattr(settings(), "exit_s", 0.0)
+    monkeypatch.setattr(membership, "default_store", lambda: object() if has_store else None)
+    refused = pytest.raises(LaunchEnvironmentError, match="SHARDMESH_EXIT_S=0")
+    with refused if has_store else contextlib.nullcontext():
+        one = Membership(ProcessWorld(None, []), protocol.Write.LOCAL, lambda *_: ())
+        one.close()
+
+
+@pytest.mark.parametrize(
+    ("exit_s", "seconds"), [(2.0, 1.6), (10.0, 8.0), (600.0, 8.0), (math.inf, 8.0), (0.0, 8.0)]
+)
+def test_groups_connect_before_watchdogs_end_their_ranks(exit_s: float, seconds: float):
+    assert membership._connect_s(exit_s) == seconds
+
+
+@pytest.mark.parametrize("silent_s", [1.0, 10.0, 60.0, math.inf])
+def test_the_default_group_connects_before_other_hosts_give_its_ranks_up(silent_s: float):
+    late_s = membership._patience(silent_s)[1]
+    seconds = membership._start_s(late_s)
+    assert 0 < seconds <= 30.0
+    assert seconds < late_s
+
+
 def test_a_rank_that_leaves_is_told_while_those_that_hang_are_ended(
     pair: tuple[list[Membership], TCPStore], monkeypatch: pytest.MonkeyPatch
 ):
@@ -197,6 +318,31 @@ def test_a_process_does_not_wait_for_a_job_that_listens_on_another_host_alone(
     # at the address of MASTER_ADDR, which that host knows as a loopback address
     _store, address = serve_store()
     joining._check_reachable({0: far, 1: far._replace(address=address)})
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_process_that_joins_waits_for_the_first_store(
+    begins: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """It may be started before whoever serves it."""
+    port = free_port()
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(joining, "_TIMEOUT_S", 0.0)  # for the job to begin, once it is there
+    if not begins:
+        monkeypatch.setattr(joining, "_PATIENCE_S", 0.2)
+    served: list[TCPStore] = []
+
+    def serve() -> None:
+        served.append(TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False))
+
+    serving = threading.Timer(0.5, serve if begins else lambda: None)
+    serving.start()
+    match = "no elastic job has begun" if begins else "no job answers .*refused"
+    with pytest.raises(LaunchEnvironmentError, match=match):
+        joining.enter()
+    serving.join()
 
 
 def test_a_process_that_joins_is_reached_by_those_of_other_hosts_that_join_later(

@@ -72,8 +72,8 @@ def test_three_parts_on_two_replicas_with_two_deaths(host: int):
 @pytest.mark.parametrize(
     ("mutation", "violation", "deaths", "write"),
     [
-        ("no vote", "parts are lost; each had a holder|goes back", 1, LOCAL),
-        ("commit alone", "goes back|committed twice", 1, UNDO),
+        ("no vote", "parts are lost; each had a holder|goes back|have not got", 1, LOCAL),
+        ("commit alone", "goes back|committed twice|have not got", 1, UNDO),
         ("not persisted", "deadlock", 1, LOCAL),
         ("every rank decides", "has members", 2, LOCAL),
         ("stale reports", "parts are lost; all of", 2, LOCAL),
@@ -211,6 +211,23 @@ def test_a_version_from_before_a_rank_joined_is_not_asked_of_it():
     decision = protocol.decide(leader, reports, None, lambda *_: ())
     assert decision is not None
     assert (decision.source, decision.providers) == (before, (0, 1))
+    assert decision.is_held_by_all
+
+
+def test_layouts_that_a_process_has_not_got_yet_are_not_chosen():
+    """A rank ends in the confirm, and the process that joins has received nothing yet."""
+    before = Copy(5, 0, 0, (0, 1, 2))
+    after = Copy(5, 0, 1, (0, 1, 2, 3))
+    decision = protocol.Decision(1, after.members, before, before.members, ())
+    leader = protocol.interrupt(protocol.first_member(1, before.members, 0))
+    leader = protocol.lose(protocol.adopt(leader, decision), [0])
+    reports = {
+        rank: Report(rank, 1, after, copies)
+        for rank, copies in [(1, (after, before)), (2, (after, before)), (3, ())]
+    }
+    decision = protocol.decide(leader, reports, None, lambda *_: ())
+    assert decision is not None
+    assert (decision.source, decision.providers) == (before, (1, 2))
     assert decision.is_held_by_all
 
 

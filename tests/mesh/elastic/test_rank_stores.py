@@ -11,8 +11,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
+from torch.distributed import TCPStore
 
 from shardmesh.mesh.elastic import rank_stores
 from shardmesh.mesh.elastic.rank_stores import (
@@ -21,6 +24,8 @@ from shardmesh.mesh.elastic.rank_stores import (
     StoreGoneError,
     serve_store,
 )
+from shardmesh.mesh.settings import settings
+from tests.forked import free_port
 
 SERVE = """
 import json, time
@@ -89,6 +94,51 @@ def test_no_thread_is_in_a_call_of_torch_when_the_interpreter_ends(monkeypatch: 
     rank_stores._end_threads()
     assert not connection._thread.is_alive()
     ending.join()
+
+
+@pytest.mark.parametrize(
+    ("exit_s", "seconds"), [(2.0, 1.6), (10.0, 8.0), (0.0, 15.0), (60.0, 15.0)]
+)
+def test_a_process_waits_for_threads_for_a_shorter_time_than_it_has(
+    exit_s: float, seconds: float, monkeypatch: pytest.MonkeyPatch
+):
+    waited: list[float] = []
+    thread = SimpleNamespace(join=waited.append)
+    stuck = SimpleNamespace(close=lambda: None, _thread=thread)
+    monkeypatch.setattr(rank_stores, "_connections", [stuck])
+    monkeypatch.setattr(settings(), "exit_s", exit_s)
+    rank_stores._end_threads()
+    assert waited == [pytest.approx(seconds, abs=0.5)]
+
+
+def test_a_store_may_begin_to_listen_later():
+    address = StoreAddress("127.0.0.1", free_port())
+    with pytest.raises(StoreGoneError, match="refused"):
+        Connection(address, "job").ask(lambda keys: keys.has("report"), never)
+    connection = Connection(address, "job", 60.0)
+    tried = threading.Event()
+
+    def listen() -> TCPStore:
+        assert tried.wait(60.0)
+        return TCPStore(*address, is_master=True, wait_for_workers=False)
+
+    def look() -> bool:
+        tried.set()
+        return False
+
+    with ThreadPoolExecutor() as pool:
+        store = pool.submit(listen)
+        assert not connection.ask(lambda keys: keys.has("report"), look)
+    connection.close()
+    del store
+
+
+def test_a_connection_that_is_closed_waits_for_no_store():
+    connection = Connection(StoreAddress("127.0.0.1", free_port()), "job", 600.0)
+    with pytest.raises(StoreGoneError, match="has ended"):
+        connection.ask(lambda keys: keys.has("report"), lambda: True)
+    connection._thread.join(60.0)
+    assert not connection._thread.is_alive()
 
 
 def test_an_address_that_no_rank_wrote_is_refused():

@@ -50,7 +50,7 @@ class Faults:
     """The faults of this rank that are still to come.
 
     Attributes:
-        step: the step that the rank is in.
+        step: the step that the rank is in, also as a spare.
     """
 
     def __init__(self, rank: int, planned: Sequence[Fault]) -> None:
@@ -65,6 +65,12 @@ class Faults:
             self.reach("again")
         self._begun.add(step)
         self.reach("data")
+
+    def vote(self, step: int) -> None:
+        """Come to the vote of a step; of a spare it is the first that is heard of the step."""
+        self.step = step
+        self._begun.add(step)
+        self.reach("vote")
 
     def reach(self, place: str) -> None:
         """Fail if there is a fault of this step here; not in the first build of a job."""
@@ -397,8 +403,14 @@ def _fail_inside() -> None:
         original(self, *args, **kwargs)
         self._next_look = float("inf")  # until `await_a_process_that_joins`
 
+    original_vote = Membership.vote
+
+    def vote(self: Membership, asks: bool = False) -> bool:
+        faults.vote(self.member.step)
+        return original_vote(self, asks)
+
     Membership.__init__ = begin  # type: ignore[method-assign]
-    reaching(Membership, "vote", "vote")
+    Membership.vote = vote  # type: ignore[method-assign]
     reaching(Membership, "confirm", "confirm")
     reaching(Membership, "agree", "agree")
     reaching(Membership, "regroup", "regroup")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,8 +14,8 @@ import torch
 
 import shardmesh as sm
 from shardmesh.mesh.elastic import protocol
-from shardmesh.mesh.elastic.membership import LeftOutError
-from shardmesh.mesh.elastic.protocol import Copy, Decision
+from shardmesh.mesh.elastic.membership import ElasticJobError, LeftOutError
+from shardmesh.mesh.elastic.protocol import Copy, Decision, Write
 from shardmesh.mesh.errors import LaunchEnvironmentError
 from shardmesh.mesh.monitor import termination
 from shardmesh.sharding.elastic import job as job_module
@@ -102,6 +103,115 @@ def test_a_rank_that_is_told_to_go_may_hear_that_others_have_gone_on(
     job._go_on(RuntimeError("rank 1 died"))
     assert job.has_left
     assert members.asked[-1] == "leave"
+
+
+class Voting(Members):
+    """Members whose votes fail since rank 2 is lost.
+
+    Attributes:
+        agreed: whether they agree on the step that this rank can complete.
+    """
+
+    def __init__(self, write: Write, agreed: bool = False, **fails: Exception) -> None:
+        super().__init__(**fails)
+        self.member = protocol.first_member(1, [0, 1, 2], 0, write)
+        self.world = SimpleNamespace(observers=[])
+        self.agreed = agreed
+
+    def vote(self, _: bool) -> bool:
+        self.member = protocol.enter_vote(protocol.enter_reductions(self.member))
+        raise self.fails.get("vote", RuntimeError("rank 2 is lost"))
+
+    def interrupt(self, _: Exception) -> None:
+        self.member = protocol.interrupt(protocol.lose(self.member, [2]))
+
+    def agree(self) -> Decision:
+        self.asked.append("agree")
+        if error := self.fails.pop("agree", None):
+            raise error
+        source = self.member.next if self.agreed else self.member.current
+        decision = Decision(1, (0, 1), source, (0, 1), ())
+        self.member = protocol.adopt(self.member, decision)
+        return decision
+
+
+def voting_job(
+    members: Voting, monkeypatch: pytest.MonkeyPatch
+) -> tuple[ElasticJob, list[torch.optim.SGD]]:
+    """Return a job whose state is a linear layer with a gradient of 1, and its two optimizers."""
+    job = job_with(members, monkeypatch)
+    job._joining, job._hooks, job._is_told_to_go = {}, [], False
+    job.has_left, job.losses, job.first_step, job._last = False, [], 0, None
+    job.mesh = SimpleNamespace(coordinate=(0,))  # type: ignore[assignment]
+    layer = torch.nn.Linear(1, 1)
+    for parameter in layer.parameters():
+        parameter.grad = torch.ones_like(parameter)
+        parameter.data.zero_()
+    optimizers = [torch.optim.SGD([p], 1.0) for p in layer.parameters()]
+    for optimizer in optimizers:
+        optimizer.register_step_pre_hook(job._before_write)
+    job.state, job._parameters = {"layer": layer}, list(layer.parameters())
+    job._versions = {members.member.current: Snapshot({"state": job.state})}
+    return job, optimizers
+
+
+@pytest.mark.parametrize("write", list(Write))
+@pytest.mark.parametrize(
+    ("fails", "ends"),
+    [
+        ({}, contextlib.nullcontext()),  # they agree to take the step again
+        ({"vote": KeyboardInterrupt()}, pytest.raises(ElasticJobError, match="has caught")),
+    ],
+    ids=["agreed", "interrupted"],
+)
+def test_a_step_that_was_given_up_writes_nothing(
+    write: Write, fails: Any, ends: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """Its program catches the error, and steps its optimizers all the same."""
+    job, optimizers = voting_job(Voting(write, **fails), monkeypatch)
+    caught: list[str] = []
+    with ends, job.attempt():
+        for optimizer in [*optimizers, *optimizers]:
+            try:
+                optimizer.step()
+            except BaseException as error:
+                caught.append(type(error).__name__)
+    assert len(caught) == 4
+    for parameter in job.state["layer"].parameters():
+        assert torch.equal(parameter.data, torch.zeros_like(parameter))
+
+
+def test_all_optimizers_write_a_step_that_this_rank_has_promised(monkeypatch: pytest.MonkeyPatch):
+    job, optimizers = voting_job(Voting(Write.LOCAL, agreed=True), monkeypatch)
+    with job.attempt():
+        for optimizer in optimizers:
+            optimizer.step()
+    for parameter in job.state["layer"].parameters():
+        assert torch.equal(parameter.data, -torch.ones_like(parameter))
+    assert len(job.losses) == 1
+
+
+@pytest.mark.parametrize("agreed", [False, True])
+def test_a_spare_goes_on_after_an_error_in_the_agreement(
+    agreed: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """It has voted, and nothing to write: nobody counts on it."""
+    members = Voting(Write.LOCAL, agreed, agree=ArithmeticError("a bad batch"))
+    job, _ = voting_job(members, monkeypatch)
+    job.mesh = SimpleNamespace(coordinate=None)  # type: ignore[assignment]
+    with job.attempt():
+        pass
+    assert members.asked == ["agree", "agree"]
+    assert job.losses == []  # the others tell them
+
+
+def test_a_rank_that_has_promised_a_step_ends_by_an_error_in_the_agreement(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    members = Voting(Write.LOCAL, agree=ArithmeticError("a bad batch"))
+    job, (optimizer, _) = voting_job(members, monkeypatch)
+    with pytest.raises(ArithmeticError), job.attempt():
+        optimizer.step()
 
 
 @contextmanager

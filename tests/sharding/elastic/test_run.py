@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.forked import Ended, Forked, by_hand, statuses
-from tests.sharding.elastic.faulty_jobs import Plan, Replays, check, run_plan
+from tests.sharding.elastic.faulty_jobs import Plan, Replays, check, happened, run_plan
 from tests.sharding.elastic.faulty_ranks import (
     PLACES,
     PLACES_AFTER_A_LOSS,
@@ -347,6 +347,22 @@ def test_a_spare_that_has_built_nothing_takes_a_place(
     ended = run_plan(forked, job, tmp_path)
     check(job, ended, Replays(forked, tmp_path / "replay"), tmp_path / "saved")
     assert (tmp_path / "saved" / "step-00000006").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [(3, 2, "vote", "kill")],
+        [(0, 2, "vote", "kill"), (3, 2, "agree", "raise")],  # it has nothing to complete
+    ],
+    ids=str,
+)
+def test_a_spare_fails_while_it_waits(forked: Forked, faults: list[Fault], tmp_path: Path):
+    job = Plan(RANKS, "ddp", faults, spares=1)
+    ended = run_plan(forked, job, tmp_path)
+    assert happened(job, ended) == faults
+    check(job, ended, Replays(forked, tmp_path))
 
 
 @pytest.mark.slow

@@ -105,6 +105,11 @@ def draw_spares(random: Random, size: int) -> Plan:
     form = random.choice(FORMS)
     faults = draw_faults(random, size)
     spares = 2 if size == 8 else 1
+    for number, (rank, step, _, kind) in enumerate(faults):
+        before = [fault[1] for fault in faults[:number]]
+        if rank >= size - spares and not any(other < step for other in before):  # it waits
+            places = ["vote", *PLACES_AFTER_A_LOSS] if before else ["vote"]
+            faults[number] = rank, step, random.choice(places), kind
     return Plan(size, form, faults, spares=spares, redundancy=random.choice([0, 1]))
 
 
