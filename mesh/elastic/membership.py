@@ -58,7 +58,7 @@ from .messages import (
     shortened_reason,
 )
 from .presence import Presence
-from .protocol import Copy, Decision, Write
+from .protocol import Decision, Version, Write
 from .rank_stores import Connection, StoreAddress, StoreGoneError, seen_from_here, serve_store
 
 _log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ _MOST_FAILURES = 2  # of one step for one reason, or of one rank
 
 _jobs: Counter[str] = Counter()  # how many there were in a world, by its name
 
-MissingParts = Callable[[Copy, Collection[int]], tuple[int, ...]]
+MissingParts = Callable[[Version, Collection[int]], tuple[int, ...]]
 
 
 class ElasticJobError(RuntimeError):
