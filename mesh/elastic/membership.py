@@ -140,7 +140,7 @@ class Membership:
             raise LaunchEnvironmentError(
                 "an elastic job runs on processes that the monitor watches, which tells who is "
                 "lost; here the ranks are simulated, or the monitor is off (SHARDMESH_MONITOR, "
-                "sm.monitor.collective_check)"
+                "sm.monitor.collective_check). Start it with sm.launch(main, n, elastic=True)"
             )
         if not settings().exit_s:
             raise LaunchEnvironmentError(

@@ -143,8 +143,8 @@ class _Holding(NamedTuple):
     Attributes:
         is_inside: whether it was in the mesh of the decided version, and has it.
         is_whole: whether those that are left hold all parts of it.
-        has_copies: whether they do with copies of the parts of ranks that have left, of which it
-            has its own.
+        has_copies: whether the ranks that are left hold all parts if the copies that this rank was
+            handed by leaving ranks are counted.
         copied: the versions of `Redundancy` that it has, and that are whole.
         knows_losses: whether it has those of the job: a spare, and one that has just joined, have
             not.
@@ -230,8 +230,8 @@ class ElasticJob:
     ) -> None:
         if redundancy not in (0, 1) or refresh_every < 1:
             raise ValueError(
-                f"redundancy={redundancy}, refresh_every={refresh_every}: one copy of each part or "
-                "none, after a positive number of steps"
+                "redundancy must be 0 or 1, and refresh_every at least 1; got "
+                f"redundancy={redundancy}, refresh_every={refresh_every}"
             )
         self._build, self._make_mesh, self._checkpoint = build, make_mesh, checkpoint
         self._spares = spares
