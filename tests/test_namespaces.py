@@ -51,9 +51,12 @@ def _core(_: Any) -> None:
 def _parallel(_: Any) -> None:
     mesh = sm.init_device_mesh("cpu", (2, 2), axis_names=("dp", "tp"))
     model = _Model()
-    exec(*_examples("shardmesh.parallel"), {"model": model, "mesh": mesh})
-    weight: Any = model.blocks[0].up.weight
-    assert set(weight.spec.axes) == {"dp", "tp"}
+    (example,) = _examples("shardmesh.parallel")
+    exec(example, {"model": model, "mesh": mesh})
+    for parameter in model.parameters():
+        assert isinstance(parameter, sm.ShardedTensor)
+        assert "dp" in parameter.spec.axes
+    assert "tp" in dict(model.named_parameters())["blocks.0.up.weight"].spec.axes  # type: ignore[attr-defined]
 
 
 def _checkpoint(path: Any) -> None:
@@ -68,10 +71,11 @@ def _elastic(_: Any) -> None:
     """The call fits the signature of `run`, which needs processes; its result has these names."""
     run = sm.elastic.ElasticRun({}, sm.init_device_mesh("cpu", (1,), axis_names=("dp",)))
     names = dict.fromkeys(("build", "step", "data", "make_mesh"))
+    (example,) = _examples("shardmesh.elastic")
     with mock.patch.object(
         sm.elastic, "run", mock.create_autospec(sm.elastic.run, return_value=run)
     ):
-        exec(*_examples("shardmesh.elastic"), {"sm": sm, **names})
+        exec(example, {"sm": sm, **names})
 
 
 def _compat(_: Any) -> None:
