@@ -14,7 +14,7 @@ when they are first used:
     sm.optim        optimizers of whole matrices
     sm.training     gradient clipping, averages, batches, gradient scaling
     sm.checkpoint   checkpoints, state dicts, safetensors
-    sm.elastic      state of a job that has lost ranks
+    sm.elastic      jobs that lose ranks and go on
     sm.random       seeds, states, keys
     sm.debug        explain, visualize, count communication, compare replicas
     sm.monitor      checks of collectives, watchdog, ledger, stragglers

@@ -1,7 +1,10 @@
 """Checkpoints that load on any mesh, state dicts and safetensors.
 
-sm.checkpoint.save("run/step_100", {"model": model, "optim": optimizer})
-sm.checkpoint.load("run/step_100", {"model": model, "optim": optimizer})  # on any number of ranks
+    state = {"model": model, "optimizer": optimizer}
+    sm.checkpoint.save(state, "run", step=100)
+    sm.checkpoint.load("run", like=state)  # the newest one, on any number of ranks
+
+See docs/checkpoint.md.
 """
 
 from shardmesh.sharding.checkpoint.convert import Conversion, convert

@@ -1,7 +1,9 @@
-"""Jobs that lose ranks and go on. See docs/elastic.md.
+"""Jobs that lose ranks and go on.
 
-run = sm.elastic.run(build, step, data, make_mesh=make_mesh, steps=1000)
-run.losses, run.events
+    run = sm.elastic.run(build, step, data, make_mesh=make_mesh, steps=1000)
+    run.losses, run.events
+
+See docs/elastic.md.
 """
 
 from shardmesh.mesh.elastic.membership import ElasticJobError

@@ -1,10 +1,13 @@
 """Data, tensor, sequence, context and expert parallelism of models.
 
-from shardmesh.parallel import colwise, fully_shard, parallelize, rowwise
+    from shardmesh.parallel import colwise, fully_shard, parallelize, rowwise
 
-parallelize(model, mesh, {"*.up": colwise(), "*.down": rowwise()})
-for block in model.blocks:
-    fully_shard(block, mesh, axis="dp")
+    parallelize(model, mesh, {"*.up": colwise(), "*.down": rowwise()})
+    for block in model.blocks:
+        fully_shard(block, mesh, axes="dp")
+    fully_shard(model, mesh, axes="dp")
+
+See docs/parallel.md.
 """
 
 from shardmesh.sharding.parallel.batch_counts import check_lengths

@@ -461,9 +461,9 @@ class Group(RecordedGroup, ABC):
         Raises: WatchError when the job has failed, or another rank called something else; what an
         observer raises.
         """
-        over = self._notify(op, sent, received, dtype) if self._observers else None
+        on_completion = self._notify(op, sent, received, dtype) if self._observers else None
         if _settings.mode == "off":
-            return None if over is None else (None, 0, over)
+            return None if on_completion is None else (None, 0, on_completion)
         recorder = self.recorder
         if recorder is None:
             recorder = self.recorder = self._new_recorder()
@@ -472,7 +472,7 @@ class Group(RecordedGroup, ABC):
             check_left(self, recorder.caller, op, _CALLS)
         recorder.caller = thread
         number = recorder.enter(op, how, dtype, size, sent, received, tag, route, is_message)
-        return recorder, number, over
+        return recorder, number, on_completion
 
     def _new_recorder(self) -> Recorder:
         monitor = self.world.monitor
@@ -487,12 +487,12 @@ class Group(RecordedGroup, ABC):
     ) -> Callable[[], None] | None:
         """Call the observers; return a function that calls what they returned."""
         record = CollectiveRecord(op, self.ranks, sent, received, dtype)
-        over = [
+        on_completion = [
             called
             for observer in tuple(self._observers)
             if (called := observer(record)) is not None
         ]
-        return partial(_call_each, over) if over else None
+        return partial(_call_each, on_completion) if on_completion else None
 
     # Reductions of dtypes that backends lack.
 
@@ -607,11 +607,11 @@ def _end_after(
 
 
 def _end(begun: _Begun) -> None:
-    recorder, number, over = begun
+    recorder, number, on_completion = begun
     if recorder is not None:
         recorder.leave(number)
-    if over is not None:
-        over()
+    if on_completion is not None:
+        on_completion()
 
 
 def _call_each(functions: Sequence[Callable[[], None]]) -> None:

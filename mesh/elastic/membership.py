@@ -66,7 +66,7 @@ from .messages import (
     shortened_reason,
 )
 from .presence import Presence
-from .protocol import Copy, Decision, Write
+from .protocol import Decision, Version, Write
 from .rank_stores import Connection, StoreAddress, StoreGoneError, seen_from_here, serve_store
 
 _log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ _MOST_FAILURES = 2  # of one step for one reason, or of one rank
 
 _jobs: Counter[str] = Counter()  # how many there were in a world, by its name
 
-MissingParts = Callable[[Copy, Collection[int]], tuple[int, ...]]
+MissingParts = Callable[[Version, Collection[int]], tuple[int, ...]]
 
 
 class ElasticJobError(RuntimeError):
@@ -150,7 +150,7 @@ class Membership:
             raise LaunchEnvironmentError(
                 "an elastic job runs on processes that the monitor watches, which tells who is "
                 "lost; here the ranks are simulated, or the monitor is off (SHARDMESH_MONITOR, "
-                "sm.monitor.collective_check)"
+                "sm.monitor.collective_check). Start it with sm.launch(main, n, elastic=True)"
             )
         if world.size > 1 or entry is not None or default_store() is not None:
             _check_ends(monitor)

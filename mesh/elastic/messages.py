@@ -22,7 +22,7 @@ from ..monitor.store_values import (
     number,
     whole,
 )
-from .protocol import Copy, Decision, Report, Write
+from .protocol import Decision, Report, Version, Write
 from .rank_stores import StoreAddress
 
 _SHOWN_REASON = 500  # characters
@@ -55,9 +55,12 @@ class ToldReport(NamedTuple):
     def from_json(text: str) -> ToldReport:
         """Return the report in a text. Raises: ValueError."""
         fields = has_fields(json_object(text), ("report", "failure"))
-        rank, epoch, committed, copies = _items(fields["report"], 4)
+        rank, epoch, committed, versions = _items(fields["report"], 4)
         report = Report(
-            _rank(rank), whole(epoch), _copy(committed), tuple(map(_copy, checked(copies, list)))
+            _rank(rank),
+            whole(epoch),
+            _version(committed),
+            tuple(map(_version, checked(versions, list))),
         )
         failure = fields["failure"]
         return ToldReport(report, None if failure is None else _failure(failure))
@@ -87,7 +90,7 @@ class ToldDecision(NamedTuple):
         epoch, members, source, providers, lost = _items(fields["decision"], 5)
         parts = tuple(whole(part) for part in checked(lost, list))
         decision = Decision(
-            whole(epoch), checked_ranks(members), _copy(source), checked_ranks(providers), parts
+            whole(epoch), checked_ranks(members), _version(source), checked_ranks(providers), parts
         )
         failures = tuple(map(_failure, checked_list(fields["failures"], list)))
         joining = _announcements(fields["joining"])
@@ -212,9 +215,9 @@ def _rank(value: Any) -> int:
     return whole(value, MOST_RANKS - 1)
 
 
-def _copy(value: Any) -> Copy:
+def _version(value: Any) -> Version:
     step, origin, epoch, members = _items(value, 4)
-    return Copy(whole(step), whole(origin), whole(epoch), checked_ranks(members))
+    return Version(whole(step), whole(origin), whole(epoch), checked_ranks(members))
 
 
 def _failure(value: Any) -> Failure:

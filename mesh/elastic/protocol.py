@@ -51,7 +51,7 @@ class Write(IntEnum):
     BARE = 2
 
 
-class Copy(NamedTuple):
+class Version(NamedTuple):
     """A version of the state in one set of layouts.
 
     Attributes:
@@ -80,7 +80,7 @@ class Decision(NamedTuple):
 
     epoch: int
     members: tuple[int, ...]
-    source: Copy
+    source: Version
     providers: tuple[int, ...]
     lost: tuple[int, ...]
 
@@ -100,13 +100,13 @@ class Report(NamedTuple):
         rank: whose it is.
         epoch: the epoch that it is in.
         committed: the last version of which it knows that it is committed.
-        copies: the versions that it holds, or can complete by itself.
+        versions: the versions that it holds, or can complete by itself.
     """
 
     rank: int
     epoch: int
-    committed: Copy
-    copies: tuple[Copy, ...]
+    committed: Version
+    versions: tuple[Version, ...]
 
 
 class Member(NamedTuple):
@@ -124,7 +124,7 @@ class Member(NamedTuple):
         phase: what the rank is doing, or was when it was interrupted.
         is_interrupted: whether it has left that phase, and takes part in an agreement.
         lost: members of this epoch of which it knows that they have ended.
-        copies: the versions that it holds, or can complete by itself, the newest first.
+        versions: the versions that it holds, or can complete by itself, the newest first.
     """
 
     rank: int
@@ -138,17 +138,17 @@ class Member(NamedTuple):
     phase: Phase
     is_interrupted: bool
     lost: frozenset[int]
-    copies: tuple[Copy, ...]
+    versions: tuple[Version, ...]
 
     @property
-    def current(self) -> Copy:
+    def current(self) -> Version:
         """The last committed version, in the layouts of this epoch."""
-        return Copy(self.step, self.origin, self.epoch, self.members)
+        return Version(self.step, self.origin, self.epoch, self.members)
 
     @property
-    def next(self) -> Copy:
+    def next(self) -> Version:
         """The version that this step makes."""
-        return Copy(self.step + 1, self.epoch, self.epoch, self.members)
+        return Version(self.step + 1, self.epoch, self.epoch, self.members)
 
     @property
     def survivors(self) -> tuple[int, ...]:
@@ -171,7 +171,7 @@ def first_member(
 ) -> Member:
     """Return what a rank knows at the start of a job, with its state built and no step taken."""
     ranks = tuple(sorted(members))
-    start = Copy(0, 0, 0, ranks)
+    start = Version(0, 0, 0, ranks)
     return Member(
         rank, 0, ranks, None, host, write, 0, 0, Phase.COMPUTE, False, frozenset(), (start,)
     )
@@ -181,7 +181,7 @@ def begin_at(member: Member, step: int) -> Member:
     """Return the member of a job that begins with the state after `step` steps: a checkpoint's."""
     _check(member, Phase.COMPUTE)
     member = member._replace(step=step)
-    return member._replace(copies=(member.current,))
+    return member._replace(versions=(member.current,))
 
 
 def joining_member(rank: int, decision: Decision, host: int, write: Write) -> Member:
@@ -222,21 +222,21 @@ def enter_vote(member: Member) -> Member:
     With an optimizer that does not communicate it can now complete the step by itself.
     """
     _check(member, Phase.REDUCE)
-    copies = (member.current,)
+    versions = (member.current,)
     if member.write is Write.LOCAL:
-        copies = (member.next, *copies)
-    return member._replace(phase=Phase.VOTE, copies=copies)
+        versions = (member.next, *versions)
+    return member._replace(phase=Phase.VOTE, versions=versions)
 
 
 def enter_write(member: Member) -> Member:
     """VOTE -> WRITE: all members have voted, and the optimizer starts to write in place."""
     _check(member, Phase.VOTE)
-    copies = {
+    versions = {
         Write.LOCAL: (member.next,),
         Write.UNDO: (member.current,),
         Write.BARE: (),
     }[member.write]
-    return member._replace(phase=Phase.WRITE, copies=copies)
+    return member._replace(phase=Phase.WRITE, versions=versions)
 
 
 def finish_write(member: Member) -> Member:
@@ -249,10 +249,10 @@ def finish_write(member: Member) -> Member:
     _check(member, Phase.WRITE)
     if member.write is Write.LOCAL:
         return _committed(member)
-    copies = (member.next,)
+    versions = (member.next,)
     if member.write is Write.UNDO:
-        copies = (*copies, member.current)
-    return member._replace(phase=Phase.COMMIT, copies=copies)
+        versions = (*versions, member.current)
+    return member._replace(phase=Phase.COMMIT, versions=versions)
 
 
 def finish_commit(member: Member) -> Member:
@@ -270,7 +270,7 @@ def _committed(member: Member) -> Member:
     The step's loss may be shown, and its state saved.
     """
     return member._replace(
-        phase=Phase.COMPUTE, step=member.step + 1, origin=member.epoch, copies=(member.next,)
+        phase=Phase.COMPUTE, step=member.step + 1, origin=member.epoch, versions=(member.next,)
     )
 
 
@@ -306,14 +306,14 @@ def interrupt(member: Member) -> Member:
 
 def report(member: Member) -> Report:
     """Return what this survivor writes to the store, at each host that it turns to."""
-    return Report(member.rank, member.epoch, member.current, member.copies)
+    return Report(member.rank, member.epoch, member.current, member.versions)
 
 
 def decide(
     member: Member,
     reports: Mapping[int, Report],
     last: Decision | None,
-    missing_parts: Callable[[Copy, Collection[int]], tuple[int, ...]],
+    missing_parts: Callable[[Version, Collection[int]], tuple[int, ...]],
     joining: Collection[int] = (),
 ) -> Decision | None:
     """decide(member, reports, last, missing_parts) -> what this rank is to write into the store.
@@ -363,8 +363,8 @@ def current_reports(
 
 def _choose_version(
     reports: Collection[Report],
-    missing_parts: Callable[[Copy, Collection[int]], tuple[int, ...]],
-) -> tuple[Copy, tuple[int, ...]]:
+    missing_parts: Callable[[Version, Collection[int]], tuple[int, ...]],
+) -> tuple[Version, tuple[int, ...]]:
     """Return the version from which to go on, and the ranks that hold it.
 
     A version that nothing of is missing comes before others; then one that every survivor holds who
@@ -373,12 +373,12 @@ def _choose_version(
     holds who was a member then, so not those that a process was to get that joins; then the newest
     layouts. If nobody holds anything, it is the last committed one, without providers.
     """
-    with_any = [told for told in reports if told.copies]
-    versions = {version for told in with_any for version in told.copies}
+    with_any = [told for told in reports if told.versions]
+    versions = {version for told in with_any for version in told.versions}
     if not versions:
         return max(told.committed for told in reports), ()
 
-    def rank_of(version: Copy) -> tuple[bool, bool, int, bool, int]:
+    def rank_of(version: Version) -> tuple[bool, bool, int, bool, int]:
         providers = _providers(version, reports)
         return (
             not missing_parts(version, providers),
@@ -392,8 +392,8 @@ def _choose_version(
     return best, _providers(best, reports)
 
 
-def _providers(version: Copy, reports: Collection[Report]) -> tuple[int, ...]:
-    return tuple(sorted(told.rank for told in reports if version in told.copies))
+def _providers(version: Version, reports: Collection[Report]) -> tuple[int, ...]:
+    return tuple(sorted(told.rank for told in reports if version in told.versions))
 
 
 def is_left_out(member: Member, decision: Decision) -> bool:
@@ -429,7 +429,7 @@ def adopt(member: Member, decision: Decision) -> Member:
         Phase.RESTORE,
         False,
         frozenset(),
-        (source,) if source in member.copies else member.copies,
+        (source,) if source in member.versions else member.versions,
     )
 
 
@@ -445,13 +445,13 @@ def go_back(member: Member, step: int) -> Member:
 def enter_confirm(member: Member) -> Member:
     """RESTORE -> CONFIRM: this rank has its parts of the new layouts, next to what it had."""
     _check(member, Phase.RESTORE)
-    return member._replace(phase=Phase.CONFIRM, copies=(member.current, *member.copies))
+    return member._replace(phase=Phase.CONFIRM, versions=(member.current, *member.versions))
 
 
 def finish_confirm(member: Member) -> Member:
     """CONFIRM -> COMPUTE: all members have their new parts; what this rank had before is freed."""
     _check(member, Phase.CONFIRM)
-    return member._replace(phase=Phase.COMPUTE, copies=(member.current,))
+    return member._replace(phase=Phase.COMPUTE, versions=(member.current,))
 
 
 def _check(member: Member, phase: Phase) -> None:

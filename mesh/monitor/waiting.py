@@ -1,10 +1,13 @@
 """How a rank waits for other ranks and for torch's works, checking meanwhile whether the job fails.
 
-first 10 ms       only waits
-up to 20 ms       reads the alarm: whether another rank has given a verdict
-then              reads the trace buffers of all ranks every 25 ms, and gives one if it must
+                  the alarm: whether another      the trace buffers of all ranks, from
+                  rank has given a verdict        which this rank may give a verdict
+a collective      after 20 ms                     after 30 ms, then every 25 ms
+a message         -                               after 40 ms, then every 50 ms
 
-For a message of a `Channel`, as between stages of a pipeline, twice as long each.
+A look at the trace buffers begins with one at the alarm. A message is one of a `Channel`, as
+between stages of a pipeline. These are the times for torch's works on the CPU (`_wait_long`);
+`wait_until`, which polls, has its own.
 """
 
 from __future__ import annotations
@@ -95,13 +98,14 @@ class Waiting:
         """
         ranks = [recorder.group.ranks[place] for place in places if place is not None]
 
-        late: list[
-            tuple[TraceBuffer, int]
-        ] = []  # a member that had not, and its number of the group
+        late_peer: tuple[TraceBuffer, int] | None = None  # its buffer, and the group's number in it
 
         def have_called() -> bool:
-            if late and late[0][0].group_called(late[0][1]) <= sequence:
-                return False  # what most checks of a long wait come to
+            nonlocal late_peer
+            if late_peer is not None:
+                buffer, group = late_peer
+                if buffer.group_called(group) <= sequence:
+                    return False  # what most checks of a long wait come to
             for rank in ranks:
                 peer = member(self._job.directory, recorder.key, rank, sequence)
                 buffer = peer.buffer
@@ -109,7 +113,7 @@ class Waiting:
                     continue
                 group = None if buffer is None else buffer.find_group(recorder.key)
                 if buffer is not None and group is not None:
-                    late[:] = [(buffer, group)]
+                    late_peer = buffer, group
                 return False
             return True
 
@@ -184,8 +188,6 @@ class Waiting:
     def wait_for_work(self, recorder: Recorder, sequence: int, work: Any) -> None:
         """Wait for torch's work on the CPU, checking the other ranks.
 
-        After 10 ms, 20 ms and 30 ms, then every 25 ms.
-
         Reading all trace buffers takes 0.2 ms. A rank that differs from others detects that before
         it waits, and the watchdog thread checks as well, so a long wait usually means that a rank
         is gone. Raises: the diagnosed WatchError.
@@ -196,7 +198,7 @@ class Waiting:
     def wait_for_message(self, recorder: Recorder, sequence: int, work: Any) -> None:
         """Wait for a message on the CPU, checking the other ranks.
 
-        After 20 ms and 40 ms, then every 50 ms. Raises: the diagnosed WatchError.
+        Raises: the diagnosed WatchError.
         """
         if not self._is_done_soon(recorder, sequence, work, _MESSAGE_SLICE):
             self._wait_long(recorder, sequence, work, _MESSAGE_SLICE, _LONG_MESSAGE_SLICE)

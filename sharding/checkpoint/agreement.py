@@ -38,7 +38,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
 
 
-def attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+def unless_out_of_memory(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
     """Return (result, None), or (None, error) if there was no memory for it.
 
     Other ranks, which had, must hear of it.

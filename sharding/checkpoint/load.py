@@ -18,7 +18,7 @@ from ...mesh.comm.world import World
 from ...mesh.processes.process import ProcessGroup, ProcessWorld
 from ..layout.layout import Layout
 from ..tensor.sharded_tensor import ShardedTensor
-from .agreement import CheckpointError, agree, all_ranks, attempt, run_on_all_ranks
+from .agreement import CheckpointError, agree, all_ranks, run_on_all_ranks, unless_out_of_memory
 from .plan import StoredValue, WholeTensor, own_name, wanted_tree
 from .storage import folder as folders
 from .storage.manifest import Stored, check_whole, parse, read_index
@@ -90,7 +90,7 @@ def load(dir: str | os.PathLike[str], like: Any, *, step: int | None = None) -> 
     world = current_world()
     group = all_ranks(world)
     contents = read_contents(group, Path(dir), step)
-    prepared, failure = attempt(lambda: _prepare(contents, like, world))
+    prepared, failure = unless_out_of_memory(lambda: _prepare(contents, like, world))
     stored, tree, wants = prepared or (None, None, {})
     lines = {
         "": f"dir={os.fspath(dir)!r}, step={step}",

@@ -14,6 +14,7 @@ from __future__ import annotations
 import difflib
 import io
 import math
+import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -86,6 +87,11 @@ def state_of(tree: Any, world: World) -> SaveState:
         TypeError, ValueError: a leaf that cannot be saved, or two leaves with the same name.
     """
     tree = without_stateful(tree)
+    if isinstance(tree, str | os.PathLike):
+        raise TypeError(
+            f"save(tree, dir): the first argument is a {type(tree).__name__}; write save(tree, "
+            f"{os.fspath(tree)!r})"
+        )
     if children(tree) is None:
         raise TypeError(
             f"save: a {type(tree).__name__} has no named leaves; save a dict, such as {{'x': it}}"

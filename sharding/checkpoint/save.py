@@ -40,9 +40,9 @@ from .agreement import (
     CheckpointError,
     agree,
     all_ranks,
-    attempt,
     is_out_of_memory,
     run_on_all_ranks,
+    unless_out_of_memory,
 )
 from .plan import SaveState, WriteItem, make_write_plan, own_name, reduce_pending, state_of
 from .staging import copy_leaves, on_host
@@ -113,7 +113,7 @@ def save(
               data loaders, `RandomState()`): their state. For optimizers by parameter name instead
               of number see `state_dict`.
         dir: the folder of checkpoints, visible to all ranks. One job at a time saves into it: a
-            file in it has the process that does.
+            lease file in it names the process.
         step: its number; by default one more than the newest. A checkpoint of the same step is kept
             until the new one is complete.
         keep: the number of checkpoints to keep, including this one; older ones are removed when it
@@ -330,7 +330,7 @@ def prepare_save(
     _check_numbers(step, keep)
     # the thread of an asynchronous save may outlive the program, and could not import it then
     import_format()
-    collected, failure = attempt(lambda: state_of(tree, world))
+    collected, failure = unless_out_of_memory(lambda: state_of(tree, world))
     lines = {} if collected is None else collected.lines
     arguments = f"dir={os.fspath(dir)!r}, step={step}, keep={keep}"
     agree(group, "save", {"": arguments, **lines}, failure)
@@ -340,7 +340,7 @@ def prepare_save(
     own_leaves = _leaves_to_write(state, plan, world.rank)
     ready = None
     if copies:
-        copied, failure = attempt(lambda: copy_leaves(own_leaves, world))
+        copied, failure = unless_out_of_memory(lambda: copy_leaves(own_leaves, world))
         own_leaves, ready = copied or ({}, None)
     paths = _paths_in_index(state.structure, plan)
     unfinished, number, nonce, lease = _make_folder(

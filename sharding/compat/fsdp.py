@@ -235,8 +235,8 @@ def fully_shard(
     ]
     for (inner, _, left_out), (unit_options, keep) in zip(calls, options, strict=True):
         wrap(inner, unit_options, None, keep, left_out, 0, dims)
-    *parts, unit = [unit_of(inner) for inner, _, _ in calls]
-    unit.parts = tuple(parts)  # type: ignore[union-attr]
+    *others, unit = [unit_of(inner) for inner, _, _ in calls]
+    unit.other_mesh_units = tuple(others)  # type: ignore[union-attr]
     set_class(roots, FSDPModule)
     return module
 

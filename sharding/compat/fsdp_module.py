@@ -333,7 +333,7 @@ def _units(module: Any) -> list[Unit]:
         raise AssertionError(
             f"{type(module).__name__} has the class of a module of fully_shard, but is none"
         )
-    return [*unit.parts, unit]
+    return [*unit.other_mesh_units, unit]
 
 
 def _units_of(module: Any, recurse: bool) -> Iterator[Unit]:

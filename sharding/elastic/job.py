@@ -34,7 +34,7 @@ from ...mesh.elastic import protocol
 from ...mesh.elastic.joining import enter, is_joining
 from ...mesh.elastic.membership import Change, ElasticJobError, LeftOutError, Membership
 from ...mesh.elastic.messages import Announcement
-from ...mesh.elastic.protocol import Copy, Decision, Phase, Write
+from ...mesh.elastic.protocol import Decision, Phase, Version, Write
 from ...mesh.elastic.rank_stores import StoreGoneError
 from ...mesh.errors import LaunchEnvironmentError
 from ...mesh.launch import preemption
@@ -143,8 +143,8 @@ class _Holding(NamedTuple):
     Attributes:
         is_inside: whether it was in the mesh of the decided version, and has it.
         is_whole: whether those that are left hold all parts of it.
-        has_copies: whether they do with copies of the parts of ranks that have left, of which it
-            has its own.
+        has_copies: whether the ranks that are left hold all parts if the copies that this rank was
+            handed by leaving ranks are counted.
         copied: the versions of `Redundancy` that it has, and that are whole.
         knows_losses: whether it has those of the job: a spare, and one that has just joined, have
             not.
@@ -230,8 +230,8 @@ class ElasticJob:
     ) -> None:
         if redundancy not in (0, 1) or refresh_every < 1:
             raise ValueError(
-                f"redundancy={redundancy}, refresh_every={refresh_every}: one copy of each part or "
-                "none, after a positive number of steps"
+                "redundancy must be 0 or 1, and refresh_every at least 1; got "
+                f"redundancy={redundancy}, refresh_every={refresh_every}"
             )
         self._build, self._make_mesh, self._checkpoint = build, make_mesh, checkpoint
         self._spares = spares
@@ -240,13 +240,13 @@ class ElasticJob:
         self.events: list[ElasticEvent] = []
         self.is_finished = self.has_left = False
         self.first_step = 0
-        self._versions: dict[Copy, Snapshot] = {}
+        self._versions: dict[Version, Snapshot] = {}
         self._last: Snapshot | None = None  # of the current objects
         # by epoch: a snapshot, for the boxes in it, and its mesh
         self._layouts: dict[int, Snapshot] = {}
         self._meshes: dict[int, DeviceMesh] = {}
         # of versions whose parts ranks have handed over that leave
-        self._copies: dict[Copy, StateCopy] = {}
+        self._copies: dict[Version, StateCopy] = {}
         # by epoch: those of the current one, and of those before until all have confirmed it
         self._redundancies: dict[int, _Copies] = {}
         self._attempt: Attempt | None = None
@@ -420,7 +420,7 @@ class ElasticJob:
         self._last = Snapshot({"state": self.state, "random": RandomState()}, self._last)
         return self._last
 
-    def _missing_parts(self, version: Copy, ranks: Collection[int]) -> tuple[int, ...]:
+    def _missing_parts(self, version: Version, ranks: Collection[int]) -> tuple[int, ...]:
         """Return numbers for the parts of a version that no rank of these holds."""
         layouts = self._layouts.get(version.epoch)
         if layouts is None:  # of an epoch that this rank was interrupted in before it had built it
@@ -849,7 +849,7 @@ class ElasticJob:
             return self._recovered(version, like, numbers)
         return self._recover_earlier(decision, like, told, version)
 
-    def _held_version(self, source: Copy) -> StateCopy | None:
+    def _held_version(self, source: Version) -> StateCopy | None:
         """Return the decided version if this rank has parts of it, with its copies of others'."""
         mesh = self._meshes.get(source.epoch)
         if source not in self._versions or mesh is None or mesh.coordinate is None:
@@ -858,11 +858,11 @@ class ElasticJob:
             return self._copies[source]
         return self._version_alone(source)
 
-    def _version_alone(self, source: Copy) -> StateCopy:
+    def _version_alone(self, source: Version) -> StateCopy:
         """Return a version that this rank has, without copies of others'."""
         return StateCopy(source.step, self._versions[source].tree(), {}, {}, 0)
 
-    def _with_all_stages(self, source: Copy, version: StateCopy | None) -> StateCopy | None:
+    def _with_all_stages(self, source: Version, version: StateCopy | None) -> StateCopy | None:
         """Return a version with what others have of pipelines: each rank has that of its stages.
 
         Args:

@@ -28,7 +28,7 @@ from ...kernels.box import Box, box_origin, box_shape, box_size, intersect, slic
 from ...mesh.comm.current_world import current_world
 from ...mesh.comm.group import Group
 from ...mesh.comm.world import World
-from ...mesh.text import rank_ranges
+from ...mesh.text import ranks_text
 from ..checkpoint.agreement import agree, run_on_all_ranks
 from ..checkpoint.load import line_of, load_stateful
 from ..checkpoint.plan import StoredValue, own_name, wanted_tree
@@ -235,10 +235,12 @@ def _plan(
 
 
 def _check_ranks(alive: Sequence[int], ranks: Sequence[int], world: World) -> None:
-    if len(set(alive)) < len(alive) or len(alive) != len(ranks):
+    if len(set(alive)) < len(alive):
+        raise ValueError(f"recover: alive={list(alive)} must list the surviving ranks, once each")
+    if len(alive) != len(ranks):
         raise ValueError(
-            f"recover: alive={list(alive)} must name each rank that is left once, by its number in "
-            f"the old world, in the order of the {world.size} ranks of this one"
+            f"recover: alive={list(alive)} must list the surviving ranks by their old numbers, one "
+            f"for each of the {world.size} ranks of this world, in their order"
         )
     if world.rank not in ranks:
         raise ValueError(
@@ -359,8 +361,8 @@ def _with_checkpoint(
 def _state_lost(plan: RecoveryPlan, remedy: str) -> StateLostError:
     lines = "\n".join(lost_lines(plan))
     return StateLostError(
-        f"recover: {len(plan.lost)} of {len(plan.tensors)} tensors have elements that only ranks "
-        f"held which are lost ({rank_ranges(plan.missing)}); {remedy}\n{lines}",
+        f"recover: {len(plan.lost)} of {len(plan.tensors)} tensors have elements that only lost "
+        f"ranks held ({ranks_text(plan.missing)}); {remedy}\n{lines}",
         plan.lost,
     )
 

@@ -60,7 +60,7 @@ from .outputs import (
     wrap_outputs,
 )
 from .replicas import check_replicas
-from .signature import key_of, leaves_of, position, specs_for
+from .signature import key_of, leaves_of, position, specs_for, specs_of_arguments
 from .transforms.batch import current_batch
 from .types.custom_functions import CustomFunctionCall
 from .types.type_checker import CaptureTracker, TypeChecker, untracked
@@ -379,7 +379,7 @@ class Mapped:
         auto_mesh = mesh[auto] if auto else None
         specs: Sequence[Any] = [None] * len(leaves)
         if self.in_specs is not None:
-            specs = specs_for(f"shard_map({self.name}): in_specs", self.in_specs, args)
+            specs = specs_of_arguments(f"shard_map({self.name}): in_specs", self.in_specs, args)
         paths = [f"shard_map({self.name}): argument {position(path)}" for path in paths_of(args)]
         triples = zip(paths, leaves, specs, strict=True)
         inputs = [make_input_spec(*each, mesh, names, auto_mesh) for each in triples]

@@ -59,6 +59,20 @@ def specs_for(name: str, specs: Any, tree: Any) -> list[Any]:
     return [STATIC if spec is None else spec for spec in leaf_specs]
 
 
+def specs_of_arguments(name: str, specs: Any, args: Sequence[Any]) -> list[Any]:
+    """Return the spec of every leaf of the arguments of a call.
+
+    Raises: as `specs_for`.
+    """
+    if isinstance(specs, (tuple, list)) and not _is_spec(specs) and len(specs) != len(args):
+        entries = "1 entry" if len(specs) == 1 else f"{len(specs)} entries"
+        arguments = "1 argument" if len(args) == 1 else f"{len(args)} arguments"
+        raise ValueError(
+            f"{name} has {entries} and the function got {arguments}: write one P for each"
+        )
+    return specs_for(name, specs, args)
+
+
 def leaves_of(args: Sequence[Any]) -> tuple[Sequence[Any], Any]:
     """Return the leaves of the arguments and their tree.
 

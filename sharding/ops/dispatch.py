@@ -295,7 +295,7 @@ def _make_strategy(
         strategy = choose_strategy(func, args, kwargs, operands, key)
         strategy.run = _runner(func, strategy, operands[0]._layout)
         if strategy.run is None:
-            strategy.wrap = wrapper(strategy.outputs)
+            strategy.wrap = wrapper(strategy.outputs, func)
     strategy.seed = seed_of(
         " ".join([common_name(func), *(str(k) for k in key if type(k) in _VALUES)])
     )
@@ -453,7 +453,7 @@ def _run(
         return operands[0]
     outputs = strategy.outputs
     if type(outputs) is Layout:
-        return wrap(result, outputs)
+        return wrap(result, outputs, strategy.func)
     if outputs is None:
         return result
     if outputs is AS_RETURNED:
@@ -461,7 +461,9 @@ def _run(
         return map_tensors(
             lambda t: ShardedTensor._make(t, nonmember.whole_like(t, like)), (result,)
         )[0]
-    return strategy.container([wrap(r, layout) for r, layout in zip(result, outputs, strict=True)])
+    return strategy.container(
+        [wrap(r, layout, strategy.func) for r, layout in zip(result, outputs, strict=True)]
+    )
 
 
 def _run_reshape(
@@ -478,8 +480,11 @@ def _run_reshape(
     return out
 
 
-def wrap(local: Tensor, layout: Layout) -> Any:
+def wrap(local: Tensor, layout: Layout, func: Any = None) -> Any:
     """Return a `ShardedTensor` with this rank's part, of the part's dtype (see autocast).
+
+    Args:
+        func: the operator that returned the part, for errors.
 
     Raises:
         RuntimeError: the part does not have the shape of the layout: the rule of an operator is
@@ -488,9 +493,11 @@ def wrap(local: Tensor, layout: Layout) -> Any:
     if local.dtype is not layout.dtype:
         layout = layout.replace(dtype=local.dtype)
     if local.shape != layout.local_shape:
+        name = "an operator" if func is None else name_of(func)
         raise RuntimeError(
-            f"an operator returned a local tensor of shape {list(local.shape)} for {layout}: its "
-            "rule is wrong"
+            f"{name} returned a local tensor of shape {list(local.shape)} for {layout}: its rule "
+            "is wrong. If the rule is yours (sm.ops.register_rule), sm.ops.check_rule shows where; "
+            "else please report it"
         )
     return ShardedTensor._make(local if _is_grad_enabled() else _detach(local), layout)
 
@@ -505,13 +512,13 @@ def _detach(local: Tensor) -> Tensor:
     return out
 
 
-def wrapper(layout: Layout) -> Callable[[Tensor], Any]:
+def wrapper(layout: Layout, func: Any) -> Callable[[Tensor], Any]:
     """Return `wrap` for one layout, without a call for results of the expected shape and dtype."""
     meta, shape, dtype = layout.meta, layout.local_shape, layout.dtype
 
     def wrap_local(local: Tensor) -> Any:
         if local.dtype is not dtype or local.shape != shape:
-            return wrap(local, layout)
+            return wrap(local, layout, func)
         out = meta.data
         if local.requires_grad:
             if _is_grad_enabled():

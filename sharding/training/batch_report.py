@@ -18,9 +18,9 @@ class BatchReport:
     """The number of samples per update; prints as a table.
 
     Attributes:
-        per_rank: samples per rank and micro-batch.
+        per_rank: samples per rank and microbatch.
         ranks: the number of ranks with different samples.
-        accumulation: micro-batches per update.
+        accumulation: microbatches per update.
         lr: its learning rate; None if not given.
         before: the report of the earlier run.
     """
@@ -59,7 +59,7 @@ class BatchReport:
 
     @property
     def same_accumulation(self) -> int | None:
-        """The number of micro-batches that gives the earlier effective batch, or None."""
+        """The number of microbatches that gives the earlier effective batch, or None."""
         if self.before is None:
             return self.accumulation
         micro_batches, rest = divmod(self.before.effective, self.per_rank * self.ranks)
@@ -111,15 +111,15 @@ def batch_report(
         lr, by the square root                    0.0002121
 
     Args:
-        per_rank: samples per rank and micro-batch.
+        per_rank: samples per rank and microbatch.
         mesh: the mesh, by default that of `with mesh:` or `set_mesh`.
         axes: the axes along which ranks have different samples; optional if the mesh has one axis.
-        accumulation: micro-batches per update.
+        accumulation: microbatches per update.
         lr: the learning rate, for a later report to scale.
         before: the report of the resumed run, or its `state_dict()`.
 
     Raises:
-        ValueError: on every rank, a number of samples or micro-batches below 1.
+        ValueError: on every rank, a number of samples or microbatches below 1.
         MeshError: on every rank, unknown axes, or none if the mesh has several.
 
     Communication: none.

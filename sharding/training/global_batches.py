@@ -1,9 +1,9 @@
 """`GlobalBatchSampler`: batches of the same samples on any number of ranks, by accumulation.
 
 order of an epoch        3 0 6 2 | 5 1 4 7        two steps of 4 samples
-2 ranks, 2 rows at most  rank 0   [3 6]           one micro-batch per step
+2 ranks, 2 rows at most  rank 0   [3 6]           one microbatch per step
                          rank 1   [0 2]
-3 ranks, 1 row at most   rank 0   [3] [2]         two micro-batches per step;
+3 ranks, 1 row at most   rank 0   [3] [2]         two microbatches per step;
                          rank 1   [0] [ ]         of the second only rank 0 has a row
                          rank 2   [6] [ ]
 """
@@ -27,8 +27,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     The samples of a step are consecutive ones of the epoch's order, so they do not depend on the
     ranks, and neither does the position after a step. Each rank has an even share of them, in as
-    many micro-batches as are needed for at most `micro_batch` rows at a time; all ranks have the
-    same number of micro-batches. If the number of ranks changes between two steps, the next step
+    many microbatches as are needed for at most `micro_batch` rows at a time; all ranks have the
+    same number of microbatches. If the number of ranks changes between two steps, the next step
     has the samples that it would have had.
 
     Args:
@@ -78,7 +78,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self.drop_last = drop_last
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield this rank's micro-batches that have rows."""
+        """Yield this rank's microbatches that have rows."""
         order = iter(self.sampler.remaining())
         for step in self.steps():
             samples = [next(order) for _ in range(sum(map(sum, step)))]
@@ -90,11 +90,11 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self.sampler.rewind()
 
     def __len__(self) -> int:
-        """Return the number of this rank's micro-batches that have rows, in the next iteration."""
+        """Return the number of this rank's microbatches that have rows, in the next iteration."""
         return sum(rows[self.sampler.rank] > 0 for rows in self.rows())
 
     def steps(self) -> list[list[tuple[int, ...]]]:
-        """Return for each step of the next iteration the rows of each rank, by micro-batch."""
+        """Return for each step of the next iteration the rows of each rank, by microbatch."""
         steps: list[list[tuple[int, ...]]] = []
         left = len(self.sampler.remaining())
         while left >= (self.batch_size if self.drop_last else 1):
@@ -104,7 +104,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         return steps
 
     def _micro_batches(self, count: int) -> list[tuple[int, ...]]:
-        """Return the rows of each rank in the micro-batches of a step with this many samples."""
+        """Return the rows of each rank in the microbatches of a step with this many samples."""
         ranks = self.sampler.num_replicas
         shares = [len(range(rank, count, ranks)) for rank in range(ranks)]
         parts = 1 if self.micro_batch is None else -(-shares[0] // self.micro_batch)
@@ -114,17 +114,17 @@ class GlobalBatchSampler(Sampler[list[int]]):
         ]
 
     def rows(self) -> list[tuple[int, ...]]:
-        """Return the rows of each rank in all micro-batches of the next iteration."""
+        """Return the rows of each rank in all microbatches of the next iteration."""
         micro_batches: list[tuple[int, ...]] = []
         for step in self.steps():
             micro_batches += step
         return micro_batches
 
     def grouped(self, loader: Iterable[T]) -> Iterator[list[T]]:
-        """grouped(loader) -> for each step the list of its micro-batches.
+        """grouped(loader) -> for each step the list of its microbatches.
 
         Args:
-            loader: the micro-batches: `batches` of a loader with this sampler. On a rank without
+            loader: the microbatches: `batches` of a loader with this sampler. On a rank without
                 rows of one, a loader alone lacks it.
         """
         steps = self.steps()

@@ -8,11 +8,11 @@ from itertools import product
 from typing import Any, get_args
 
 from .description import Description
-from .exact import Check
 from .form import AXES, Form, Recompute, why_not
 from .measure import Measured
 from .memory import Memory, peak_memory, size
 from .prices import Prices
+from .program_costs import Check
 from .step_time import StepTime, StepTimes
 
 _MOST_TP, _MOST_PP, _MOST_CP, _MOST_EP, _MOST_ROWS = 32, 64, 64, 64, 32

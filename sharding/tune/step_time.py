@@ -82,7 +82,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """The sum."""
+        """The sum of `parts`, written out: the search asks for it for each form."""
         return (
             self.matmul
             + self.attention
@@ -234,7 +234,7 @@ class StepTimes:
         split = model.stages(form.tp, form.sequence_parallel, form.pp * form.stages)
         sharing = _Sharing(form, prices)
         replicas = form.group("dp", prices.node)
-        pieces = 2 * (replicas.size - 1) / replicas.size / form.shards
+        dp_share = 2 * (replicas.size - 1) / replicas.size / form.shards  # of the held bytes
 
         # what is exposed in a block, and in a stage for one microbatch or for the step
         per_microbatch = form.gather == "microbatch"
@@ -286,7 +286,7 @@ class StepTimes:
         if frees:
             gathered = gathered.plus(used, form.gathers * blocks)
         reduced = _Elements().plus(in_use, form.reductions)
-        dp = prices.seconds("all_reduce", _OWN * held * pieces, replicas)
+        dp = prices.seconds("all_reduce", _OWN * held * dp_share, replicas)
         if m == 1 and form.pp == 1:  # behind backward, next to what the shards send there
             slack = units.block_backward.seconds - backward_shards
             dp = self._beside(blocks * max(0.0, slack), dp)
@@ -308,19 +308,21 @@ class StepTimes:
             "cp": total.cp_bytes,
             "ep": total.ep_bytes,
             "fsdp": _IN_USE * sharing.received(gathered) + _REDUCED * sharing.received(reduced),
-            "dp": _OWN * held * pieces,
+            "dp": _OWN * held * dp_share,
             "pp": m * stream * messages,
         }
-        edges = sum(split.parameters[stage] > split.layers[stage] * block for stage in own)
-        units = blocks * sharing.units(used)
-        again = units if frees else 0
+        stages_with_edges = sum(
+            split.parameters[stage] > split.layers[stage] * block for stage in own
+        )
+        block_gathers = blocks * sharing.units(used)
+        again = block_gathers if frees else 0
         launches = {
             "tp": total.tp_launches,
             "cp": total.cp_launches,
             "ep": total.ep_launches,
-            "fsdp": edge_gathers * edges
-            + form.gathers * (units + again)
-            + form.reductions * (edges + units),
+            "fsdp": edge_gathers * stages_with_edges
+            + form.gathers * (block_gathers + again)
+            + form.reductions * (stages_with_edges + block_gathers),
             "pp": 2 * m * messages,
         }
         return StepTime(

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ...mesh.topology import Topology
-from . import exact
+from . import program_costs
 from .description import IMBALANCE, Description, Loss
 from .devices import Device, device_of
 from .form import Form, check_field, why_not
@@ -165,7 +165,7 @@ def _checked(
         if len(kept) >= count:
             kept.append(candidate)
             continue
-        result = exact.check(candidate.form, model, times)
+        result = program_costs.check(candidate.form, model, times)
         if result.peak > usable:
             needs = f"{size(result.peak)} of {size(usable)}"
             too_large.append(f"{candidate.form}: its program needs {needs}")

@@ -79,7 +79,7 @@ def _ranks(count: int, program: Any) -> list[Any]:
 
 
 def test_first_program():
-    """Also runs the programs with sharded inputs and with micro-batches, with its results."""
+    """Also runs the programs with sharded inputs and with microbatches, with its results."""
 
     def program():
         names: dict[str, Any] = {}
@@ -472,7 +472,7 @@ def _gradients(model: nn.Module) -> int:
 
 
 def _measured(mesh: sm.DeviceMesh, said: dict[str, Any]) -> dict[str, Any]:
-    """Measure the second of two steps, of M micro-batches each."""
+    """Measure the second of two steps, of M microbatches each."""
     model, seen, while_accumulating = _split(_model(), mesh, said), [], 0
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     at_rest = sum(x._local.nbytes for x in model.parameters())
@@ -536,7 +536,7 @@ def test_formulas_give_the_cost_of_a_row(row):
         assert found["summed"] == _number(summed, names)
         assert found["optimizer state"] == _number(state, names)
         while_accumulating, _, at_last = gradients.partition(
-            " while micro-batches accumulate, then "
+            " while microbatches accumulate, then "
         )
         assert found["gradients"] == (
             _number(while_accumulating, names),

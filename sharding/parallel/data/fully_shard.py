@@ -16,7 +16,7 @@ from .precision import MixedPrecisionPolicy, OffloadPolicy, offload_of, precisio
 from .slot import UnitOptions
 from .unit import units_of
 from .wrap import Units, wrap
-from .zero_stage import Axes, ZeroStage, make_zero_stage
+from .zero_stage import Axes, ZeroStage, axes_of, make_zero_stage
 
 
 def fully_shard(
@@ -83,6 +83,7 @@ def fully_shard(
         The module itself.
 
     Raises:
+        TypeError: several modules, or none.
         ValueError: axes that the mesh lacks or that split a parameter already; a parameter tied to
             one of an earlier unit; a number that is the size of no axis; offloading with parameters
             that are replicated over an axis.
@@ -97,6 +98,7 @@ def fully_shard(
         >>> sm.parallel.fully_shard(model, mesh)
         >>> optimizer = torch.optim.AdamW(model.parameters())
     """
+    _check_module("fully_shard", module)
     options, keep = fully_shard_options(
         module,
         mesh,
@@ -125,7 +127,8 @@ def fully_shard_options(
     """Return the units' options and what they keep after forward; arguments are `fully_shard`'s."""
     base_mesh = _mesh_of("fully_shard", "axes", mesh)
     used = _axes_in_use(module, ignored)
-    names, mesh = _axes(used, base_mesh, axes), _with_tensor_axes(module, base_mesh, ignored)
+    mesh = _with_tensor_axes(module, base_mesh, ignored)
+    names = axes_of("fully_shard: axes", _axes(used, base_mesh, axes), mesh)
     stage, offload = make_zero_stage(mesh, names, names, names), offload_of(offload_policy)
     if offload:
         _check_offload(used, mesh, stage)
@@ -169,7 +172,7 @@ def data_parallel(
     Args:
         parameter: the axes over which parameters are split between steps.
         gradient: the axes over which gradients are split while they accumulate in
-            `accumulate_grads()`: those of the optimizer, for a reduce_scatter per micro-batch, or
+            `accumulate_grads()`: those of the optimizer, for a reduce_scatter per microbatch, or
             none, for whole gradients in memory and one reduce_scatter at the end.
         optimizer: the axes over which optimizer state is split, and the parameters in
             `module.parameters()`.
@@ -177,8 +180,8 @@ def data_parallel(
         find_unused_parameters, transport, src_data_rank: as in `fully_shard`.
 
     Raises:
-        ValueError: as `fully_shard`; parameters split over axes that do not split the optimizer;
-            gradients split over other axes than it.
+        TypeError, ValueError: as `fully_shard`; parameters split over axes that do not split the
+            optimizer; gradients split over other axes than it.
 
     With plain inputs, buffers that forward writes (the running statistics of batch norm) are each
     rank's own: unlike DDP, nothing broadcasts rank 0's. See `docs/parallel.md`.
@@ -188,6 +191,7 @@ def data_parallel(
     Example:
         >>> sm.parallel.data_parallel(model, mesh, optimizer="dp")       # ZeRO-1
     """
+    _check_module("data_parallel", module)
     base_mesh = _mesh_of("data_parallel", "parameter", mesh)
     mesh = _with_tensor_axes(module, base_mesh, ignored_params)
     stage = make_zero_stage(mesh, parameter, gradient, optimizer)
@@ -199,6 +203,15 @@ def data_parallel(
 
 
 # -- options ---------------------------------------------------------------------------------------
+
+
+def _check_module(layer: str, module: object) -> None:
+    """Raise a TypeError for what is no module, such as a list of modules."""
+    if isinstance(module, nn.Module):
+        return
+    several = isinstance(module, (list, tuple))
+    remedy = "; sm.compat.fully_shard makes one unit of several modules" if several else ""
+    raise TypeError(f"{layer} takes one module, got a {type(module).__name__}{remedy}")
 
 
 def _check_offload(used: set[str], mesh: DeviceMesh, stage: ZeroStage) -> None:

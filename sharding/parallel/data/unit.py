@@ -56,26 +56,29 @@ class Unit:
         plan: its modules, parameters and their storage.
         controls: what the program may change between steps.
         schedule: the order of the units of its model.
-        parts: the units of those of its parameters that are on other meshes.
+        other_mesh_units: the units of those of its parameters that are on other meshes.
         outer_units: the units that own parameters which modules of this unit share with modules of
             others.
         in_use: what its modules have in place of parameters.
         held: gradients that wait for a later reduction.
         step: the step whose values calls use; at most until the model's forward ends.
         saved: how many views of gathered buffers autograd has saved since the last backward.
+        grad_places: where gradients are written, in the buffers of their reduction.
     """
 
     def __init__(self, plan: UnitPlan, keep: str | None) -> None:
         self.plan = plan
         self.controls = UnitControls(keep=keep, allows_unused=plan.options.find_unused)
         self.schedule = Schedule(self)
-        self.parts: tuple[Unit, ...] = ()
+        self.other_mesh_units: tuple[Unit, ...] = ()
         self.outer_units: list[Unit] = []
         self.in_use = ParamsInUse(plan)
         self.held = HeldGrads(plan, self.controls)
         self.step: UnitStep | None = None
         self.saved = 0
         self.grad_places = GradPlaces(plan.grad_sources, self._allocate_grads)
+        self._interception: CallInterception  # by `intercept`
+        self._projects_buffers = False  # likewise
 
     def __repr__(self) -> str:
         return f"Unit({self.plan.name or 'the root'}, {len(self.plan.slots)} parameters)"
@@ -142,7 +145,9 @@ class Unit:
             RuntimeError: under `torch.jit.trace`.
         """
         refuse_jit_trace()
-        if thread_context.runs_opaque:  # with the parameters that it was passed
+        if thread_context.runs_opaque:
+            # sm.jit runs this function as it is, on parameters that it was passed: there is
+            # nothing to gather
             self._interception.stop()
             try:
                 return forward(module, *args, **kwargs)
@@ -166,6 +171,7 @@ class Unit:
             if is_root:
                 args, kwargs = policy.inputs((args, kwargs))
                 if thread_context.weights is not None:
+                    # the backward will be split: its first half does not reach the parameters
                     self._release_after(tensors_in((args, kwargs)))
             outputs = forward(module, *args, **kwargs)
             if is_root:

@@ -5,7 +5,7 @@ The axes that split parameters, gradients and optimizer state.
                parameter   gradient   optimizer   a step of p bytes of parameters on n ranks moves
 DDP            ()          ()         ()          all_reduce p
 ZeRO-1         ()          ()         dp          reduce_scatter p, all_gather p
-ZeRO-2         ()          dp         dp          the same, per micro-batch a reduce_scatter
+ZeRO-2         ()          dp         dp          the same, per microbatch a reduce_scatter
 FSDP, ZeRO-3   dp          dp         dp          two all_gathers p, reduce_scatter p
 HSDP           fsdp        fsdp       fsdp        the same in fsdp, and all_reduce p / fsdp over dp
 """
@@ -37,8 +37,25 @@ class ZeroStage:
 
     @property
     def defers_reduction(self) -> bool:
-        """Whether gradients stay whole until the last micro-batch."""
+        """Whether gradients stay whole until the last microbatch."""
         return self.gradient != self.optimizer
+
+
+def axes_of(what: str, axes: Axes, mesh: DeviceMesh) -> tuple[str, ...]:
+    """Return the names of axes of a mesh.
+
+    Args:
+        what: the argument that has them, for errors: "fully_shard: axes".
+
+    Raises:
+        ValueError: the mesh lacks one, or one is there twice.
+    """
+    names = (axes,) if isinstance(axes, str) else tuple(axes)
+    if len(set(names)) < len(names) or not set(names) <= set(mesh.axis_names):
+        raise ValueError(
+            f"{what}={names!r} on {mesh}: give axes of the mesh, each once, from {mesh.axis_names}"
+        )
+    return names
 
 
 def make_zero_stage(
@@ -50,19 +67,9 @@ def make_zero_stage(
         ValueError: axes that the mesh lacks, parameters split over axes over which the optimizer is
             not, or gradients over others than it.
     """
-    rows = {
-        "parameter": _names(parameter),
-        "gradient": _names(gradient),
-        "optimizer": _names(optimizer),
-    }
-    for name, axes in rows.items():
-        unknown = [axis for axis in axes if axis not in mesh.axis_names]
-        if unknown or len(set(axes)) < len(axes):
-            raise ValueError(
-                f"{name}={axes!r} on {mesh}: give axes of the mesh, each once, from "
-                f"{mesh.axis_names}"
-            )
-    parameter, gradient, optimizer = rows.values()
+    parameter = axes_of("parameter", parameter, mesh)
+    gradient = axes_of("gradient", gradient, mesh)
+    optimizer = axes_of("optimizer", optimizer, mesh)
     if not set(parameter) <= set(optimizer):
         raise ValueError(
             f"parameter={parameter!r} and optimizer={optimizer!r}: axes that split parameters must "
@@ -76,7 +83,3 @@ def make_zero_stage(
         )
     ordered = (*parameter, *[axis for axis in optimizer if axis not in parameter])
     return ZeroStage(parameter, ordered if gradient else (), ordered)
-
-
-def _names(axes: Axes) -> tuple[str, ...]:
-    return (axes,) if isinstance(axes, str) else tuple(axes)

@@ -117,8 +117,8 @@ def _alternating_rows(
     if stages_per_rank > 1 and microbatches % rounds:
         raise ValueError(
             f"{microbatches} microbatches on {ranks} ranks: with several stages on each rank they "
-            f"go through the stages in {rounds} equal rounds; give a multiple of {ranks}, or fewer "
-            f"than {2 * ranks}"
+            f"must divide into {microbatches} // {ranks} = {rounds} rounds of equal length, as "
+            f"{microbatches - microbatches % rounds} do; a multiple of {ranks} always does"
         )
     in_round = microbatches // rounds if stages_per_rank > 1 else 1
     backward: Kind = "I" if in_parts else "B"

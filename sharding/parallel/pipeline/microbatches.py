@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from ...layout.layout import Layout
 from ...tensor.sharded_tensor import ShardedTensor
-from .stage_meshes import Rows
+from .stage_meshes import RowRange
 
 
 @dataclass
@@ -78,7 +78,7 @@ def microbatches_of(
     return microbatches
 
 
-def with_own_rows(batch: Microbatch, rows: Rows) -> Microbatch:
+def with_own_rows(batch: Microbatch, rows: RowRange) -> Microbatch:
     """Return what a data rank has of a microbatch that all ranks have whole.
 
     Raises:

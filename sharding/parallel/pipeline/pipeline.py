@@ -116,7 +116,9 @@ def pipeline(
     """
     mesh = given_or_current(mesh)
     if axis not in mesh.axis_names:
-        raise ValueError(f"pipeline: {mesh} has no axis {axis!r}")
+        raise ValueError(
+            f"pipeline: {mesh} has no axis {axis!r}; name one of {mesh.axis_names} with axis="
+        )
     meshes = None
     if stage_meshes is not None:
         meshes = make_stage_meshes(mesh, axis, stage_meshes, data_axes)
@@ -699,8 +701,8 @@ class Pipeline:
             self._run = None
 
     def _begin_transport(self, rows: Rows, run: StepRun) -> None:
-        rows_of = None if self._rows is None else self._rows.dims
-        self._transport.begin(rows, run.signatures, rows_of)
+        batch_dims_of = None if self._rows is None else self._rows.dims
+        self._transport.begin(rows, run.signatures, batch_dims_of)
 
     def _run_forward_only(self, run: StepRun) -> None:
         placement = self._schedules.of(self.microbatches).placement

@@ -32,7 +32,7 @@ from .places import Places, places_along, places_of
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowRange:
     """A part of the rows, in units of 1/`of` of all rows that the rank on this side has."""
 
     start: int
@@ -53,16 +53,16 @@ class Route:
 
     Attributes:
         peer: the other rank.
-        rows: of values whose rows are split; None if there are none.
+        row_range: of values whose rows are split; None if there are none.
         whole: whether values without rows go this way.
     """
 
     peer: int
-    rows: Rows | None
+    row_range: RowRange | None
     whole: bool
 
 
-WHOLE = Rows(0, 1, 1)
+WHOLE = RowRange(0, 1, 1)
 
 
 class ValueSharding(Protocol):
@@ -76,7 +76,7 @@ class ValueKind(Protocol):
     """What a check needs to know of a value."""
 
     @property
-    def rows(self) -> int | None: ...
+    def batch_dim(self) -> int | None: ...
     @property
     def requires_grad(self) -> bool: ...
     @property
@@ -119,10 +119,10 @@ class StageMeshes:
         """Return the data axes that the mesh of a place has."""
         return tuple(name for name in self.data_axes if name in self.meshes[place].axis_names)
 
-    def own_rows(self) -> Rows:
+    def own_rows(self) -> RowRange:
         """Return which rows of a microbatch this rank has."""
         (interval,) = box_on(self._layout(self.places.own, self.parts), self.places.rank)
-        return Rows(*interval, self.parts)
+        return RowRange(*interval, self.parts)
 
     def routes(self, source: int, destination: int) -> list[Route]:
         """Return what this rank sends from one place to another, or receives there.
@@ -155,7 +155,9 @@ class StageMeshes:
                     f"is a ShardedTensor on a mesh with the axes {axes}; let what is passed on be "
                     f"plain, or on axes of {mesh!r} other than data_axes={self.data_axes}"
                 )
-            elif meta.rows is None and meta.requires_grad and self._differ(source, destination):
+            elif (
+                meta.batch_dim is None and meta.requires_grad and self._differ(source, destination)
+            ):
                 problem = (
                     "has no dim with the rows of the microbatch and requires a gradient; compute "
                     "it in the stage that uses it"
@@ -220,12 +222,14 @@ class StageMeshes:
         for sender, receiver in sorted(whole | set(rows)):
             pair = sender, receiver
             is_whole = pair in whole
-            sides: list[Rows | None] = [None, None]
+            sides: list[RowRange | None] = [None, None]
             if pair in rows:
                 start, stop = rows[pair]
                 for side, (layout, rank) in enumerate([(src, sender), (dst, receiver)]):
                     own_start, own_stop = box_on(layout, rank)[0]
-                    sides[side] = Rows(start - own_start, stop - own_start, own_stop - own_start)
+                    sides[side] = RowRange(
+                        start - own_start, stop - own_start, own_stop - own_start
+                    )
             yield (
                 sender,
                 receiver,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from .microbatches import Microbatch, with_own_rows
-from .stage_meshes import Rows, StageMeshes
+from .stage_meshes import RowRange, StageMeshes
 from .stages.staged_model import StagedModel
 
 
@@ -29,7 +29,7 @@ class RowsOfStages:
         Raises:
             ValueError: see `with_own_rows`.
         """
-        part = with_own_rows(batch, Rows(0, 1, self._own.of))
+        part = with_own_rows(batch, RowRange(0, 1, self._own.of))
         own = with_own_rows(batch, self._own)
         whole_signature = self._staged.signature(batch.args, batch.kwargs)
         part_signature = self._staged.signature(part.args, part.kwargs)

@@ -2,9 +2,8 @@
 
 Each rank knows from the table in which order every other rank computes what it needs. Between two
 ranks, in one direction, messages have the order in which the sender computes them. Receives are
-posted ahead in that order, and waited for where their value is used. A send is waited for, so that
-its memory is freed, when a message from the other rank's place shows that it has used what was
-sent: by the row of that place it is sent later.
+posted ahead in that order, and waited for where their value is used. A send's buffer is freed once
+a later message from the receiver arrives: its row sends that message after using this one.
 
     rank 0    F0 -- send 0    F1 -- send 1    F2 -- send 2        computes on
     rank 1    post 0    wait 0, post 1, F0    wait 1, post 2, F1
@@ -67,20 +66,20 @@ class ValueMeta:
         dtype: its dtype.
         requires_grad: whether a gradient goes back.
         sharding: as the stage before returned it; None for a plain tensor.
-        rows: the dim that is split over data ranks, where stages have meshes of different shapes;
-            None if there is none.
+        batch_dim: the dim that is split over data ranks, where stages have meshes of different
+            shapes; None if there is none.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
     sharding: Sharding | None = None
-    rows: int | None = None
+    batch_dim: int | None = None
 
     @staticmethod
-    def of(value: Tensor, sharding: Sharding | None, rows: int | None = None) -> ValueMeta:
+    def of(value: Tensor, sharding: Sharding | None, batch_dim: int | None = None) -> ValueMeta:
         shape = tuple(local_of(value).shape)
-        return ValueMeta(shape, value.dtype, value.requires_grad, sharding, rows)
+        return ValueMeta(shape, value.dtype, value.requires_grad, sharding, batch_dim)
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -94,25 +93,25 @@ class ValueMeta:
 
     def with_rows(self, numerator: int, denominator: int) -> ValueMeta:
         """Return the same value where a rank has another share of its rows."""
-        if self.rows is None:
+        if self.batch_dim is None:
             return self
         shape = list(self.shape)
-        shape[self.rows] = shape[self.rows] * numerator // denominator
+        shape[self.batch_dim] = shape[self.batch_dim] * numerator // denominator
         return replace(self, shape=tuple(shape))
 
     def on_route(self, route: Route) -> ValueMeta | None:
         """Return what goes along a route of this value; None for nothing."""
-        if self.rows is None:
+        if self.batch_dim is None:
             return self if route.whole else None
-        if route.rows is None:
+        if route.row_range is None:
             return None
-        return self.with_rows(route.rows.stop - route.rows.start, route.rows.of)
+        return self.with_rows(route.row_range.stop - route.row_range.start, route.row_range.of)
 
     def take(self, x: Tensor, route: Route) -> Tensor | None:
         """Return the part of a local tensor that goes along a route; None for nothing."""
-        if self.rows is None:
+        if self.batch_dim is None:
             return x if route.whole else None
-        return None if route.rows is None else route.rows.take(x, self.rows)
+        return None if route.row_range is None else route.row_range.take(x, self.batch_dim)
 
     def leaf(self, local: Tensor, mesh: DeviceMesh | None) -> Tensor:
         """Return the value with this local part, a leaf of the stage's graph.
@@ -197,20 +196,20 @@ class MetaTable:
         signature: Hashable,
         values: Sequence[Tensor],
         shardings: Sequence[Sharding | None],
-        rows: Sequence[int | None] | None,
+        batch_dims: Sequence[int | None] | None,
     ) -> Metas:
         """Enter what a stage gets from the one before.
 
         Args:
             values: as they are sent.
             shardings: of the values that the stage before returned.
-            rows: the dim of each value that is split over data ranks; None for no value.
+            batch_dims: the dim of each value that is split over data ranks; None for no value.
 
         Raises:
             RuntimeError: the values differ in more than numbers from those of an earlier microbatch
                 with the same signature.
         """
-        dims = [None] * len(values) if rows is None else rows
+        dims = [None] * len(values) if batch_dims is None else batch_dims
         metas = tuple(map(ValueMeta.of, values, shardings, dims))
         known = self.metas.setdefault((stage, signature), metas)
         if known != metas:
@@ -392,7 +391,7 @@ def tag_of(action: Action) -> CommTag:
     )
 
 
-RowsOf: TypeAlias = Callable[[int, Hashable], Sequence[int | None]]
+BatchDimsOf: TypeAlias = Callable[[int, Hashable], Sequence[int | None]]
 
 
 class Transport:
@@ -418,7 +417,7 @@ class Transport:
         self._outboxes: dict[int, Outbox] = {}
         self._inboxes: dict[int, Inbox] = {}
         self._routes_between: dict[tuple[int, int], Sequence[Route]] = {}
-        self._rows: Rows | None = None  # of the last step; what follows from them:
+        self._schedule_rows: Rows | None = None  # of the last step; what follows from them:
         self._moved: dict[tuple[int, int], list[Action]] = {}
         self._place_of: dict[int, int] = {}  # by stage
         # by place: the position in its row of the action that computes a result
@@ -426,31 +425,34 @@ class Transport:
         # Results for stages of this rank: never sent.
         self._own: dict[Action, list[Tensor]] = {}
         self._signatures: Sequence[Hashable] = ()
-        self._rows_of: RowsOf | None = None
+        self._batch_dims_of: BatchDimsOf | None = None
 
     def begin(
-        self, rows: Rows, signatures: Sequence[Hashable], rows_of: RowsOf | None = None
+        self,
+        schedule_rows: Rows,
+        signatures: Sequence[Hashable],
+        batch_dims_of: BatchDimsOf | None = None,
     ) -> None:
         """Begin a step: connect to ranks that are new, and post the first receives.
 
         Args:
-            rows: of the schedule, by place along the axis.
+            schedule_rows: by place along the axis.
             signatures: of this rank's microbatches.
-            rows_of: with `stage_meshes`: for a stage and a signature, the dim of each value that
-                enters the stage that is split over data ranks, None where there is none.
+            batch_dims_of: with `stage_meshes`: for a stage and a signature, the dim of each value
+                that enters the stage that is split over data ranks, None where there is none.
 
         Communication: one byte for each channel that is new.
         """
         place = self._places.own
-        if rows is not self._rows:
-            self._moved = transfers(rows)
-            self._place_of = stages_of(rows)
-            self._positions = [_positions(row) for row in rows]
+        if schedule_rows is not self._schedule_rows:
+            self._moved = transfers(schedule_rows)
+            self._place_of = stages_of(schedule_rows)
+            self._positions = [_positions(row) for row in schedule_rows]
             self._connect(self._moved)
-            self._rows = rows
+            self._schedule_rows = schedule_rows
         self._own = {}
         self._signatures = signatures
-        self._rows_of = rows_of
+        self._batch_dims_of = batch_dims_of
         for (source, destination), order in self._moved.items():
             if destination == place:
                 for route in self._routes(source, place):
@@ -518,8 +520,9 @@ class Transport:
         shardings = [Sharding.of(value) for value in values]
         if self._between_meshes(receiver):
             values = [x.full_tensor() if isinstance(x, ShardedTensor) else x for x in values]
-        rows = None if self._rows_of is None else self._rows_of(stage, signature)
-        metas = self._table.add(stage, signature, values, shardings, rows)
+        dims_of = self._batch_dims_of
+        batch_dims = None if dims_of is None else dims_of(stage, signature)
+        metas = self._table.add(stage, signature, values, shardings, batch_dims)
         if receiver == self._places.own:
             self._own[action] = [local_of(value).detach() for value in values]
             return values

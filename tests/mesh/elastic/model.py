@@ -12,8 +12,8 @@ reductions of a rank complete once those that hold the same part have entered th
 than real programs wait for. Reading and writing the store are one step each. A rank whose turn it
 is to serve the store serves an empty one, and a store ends with its host.
 
-Next to what a member believes to hold (`Member.copies`), the model has what is in its memory: whole
-versions, and reduced gradients.
+Next to what a member believes to hold (`Member.versions`), the model has what is in its memory:
+whole versions, and reduced gradients.
 
 A process that joins announces itself, and the rank that serves the store asks in a vote. After that
 step all members hear of it, meet, and are interrupted. It becomes a member when it reads, in the
@@ -48,7 +48,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from shardmesh.mesh.elastic import protocol
-from shardmesh.mesh.elastic.protocol import Copy, Decision, Member, Phase, Report, Write
+from shardmesh.mesh.elastic.protocol import Decision, Member, Phase, Report, Version, Write
 
 
 class Memory(NamedTuple):
@@ -59,8 +59,8 @@ class Memory(NamedTuple):
         grads: the version that its reduced gradients lead to; None without gradients.
     """
 
-    versions: frozenset[Copy]
-    grads: Copy | None = None
+    versions: frozenset[Version]
+    grads: Version | None = None
 
 
 class Store(NamedTuple):
@@ -87,7 +87,7 @@ class Process(NamedTuple):
     is_stopped: bool = False  # the decision says that parts are lost
     is_told_to_go: bool = False
     change: tuple[int, int, int] = (-1, 0, 0)  # epoch and step of the last one, and how far it is
-    copies: tuple[Copy, tuple[int, ...]] | None = None  # handed over by these: see `receiver`
+    copies: tuple[Version, tuple[int, ...]] | None = None  # handed over by these: see `receiver`
     gone: frozenset[int] = frozenset()  # who has left, as far as it knows
     has_left: bool = False
     is_announced: bool = False  # it wants to join, and has read no decision that names it
@@ -107,7 +107,7 @@ class World(NamedTuple):
 
     processes: tuple[Process, ...]
     stores: tuple[Store, ...]
-    committed: tuple[Copy, ...]
+    committed: tuple[Version, ...]
     deaths_left: int
     failures_left: int = 0
     failed: tuple[int, ...] = ()
@@ -148,7 +148,7 @@ class Model:
     write: Write = Write.LOCAL
     mutation: str = ""
     is_reduced: bool = True
-    _holders: dict[Copy, dict[int, list[int]]] = field(default_factory=dict, repr=False)
+    _holders: dict[Version, dict[int, list[int]]] = field(default_factory=dict, repr=False)
 
     @property
     def size(self) -> int:
@@ -173,7 +173,7 @@ class Model:
 
     # -- where parts are ---------------------------------------------------------------------------
 
-    def holders(self, version: Copy) -> dict[int, list[int]]:
+    def holders(self, version: Version) -> dict[int, list[int]]:
         """Return for each part the members that hold it in the layouts of a version."""
         holders = self._holders.get(version)
         if holders is None:
@@ -186,18 +186,18 @@ class Model:
             self._holders[version] = holders
         return holders
 
-    def missing_parts(self, version: Copy, ranks: Collection[int]) -> tuple[int, ...]:
+    def missing_parts(self, version: Version, ranks: Collection[int]) -> tuple[int, ...]:
         return tuple(
             part for part, holders in self.holders(version).items() if not set(holders) & set(ranks)
         )
 
-    def receiver(self, version: Copy, part: int, leaving: Collection[int]) -> int:
+    def receiver(self, version: Version, part: int, leaving: Collection[int]) -> int:
         """Return which member has a copy of a part of ranks that leave."""
         stayers = [rank for rank in version.members if rank not in leaving]
         return stayers[part % len(stayers)]
 
     def missing_with_copies(
-        self, process: Process, version: Copy, ranks: Collection[int]
+        self, process: Process, version: Version, ranks: Collection[int]
     ) -> tuple[int, ...]:
         """Return `missing_parts` as a member knows it, with what has been handed over."""
         missing = self.missing_parts(version, ranks)
@@ -391,7 +391,7 @@ class Model:
     def check_claims(self, process: Process) -> None:
         """Raise a Violation if a member reports a version that it neither has nor can complete."""
         member, (versions, grads) = process.member, process.memory
-        for version in member.copies:
+        for version in member.versions:
             can_complete = version == grads and member.current in versions
             if version not in versions and not can_complete:
                 raise Violation(f"rank {member.rank} reports {version} and has {process.memory}")
@@ -672,13 +672,13 @@ class Model:
             return replaced(world, rank, process._replace(is_stopped=True))
         member = protocol.adopt(process.member, decision)
         versions, grads = process.memory
-        if decision.source in member.copies and decision.source not in versions:
+        if decision.source in member.versions and decision.source not in versions:
             # the step is completed: the optimizer writes the version before, with the gradients
             before = process.member.current
             if grads != decision.source or before not in versions:
                 raise Violation(f"rank {rank} cannot make {decision.source}: {process}")
             versions = (versions - {before}) | {decision.source}
-        elif decision.source in member.copies:
+        elif decision.source in member.versions:
             versions = frozenset({decision.source})
         process = process._replace(
             member=member, memory=Memory(versions), reported_to=None, candidates=()
@@ -748,14 +748,14 @@ class Model:
             for process in world.processes
             if process.is_alive and not process.is_announced and process.member.rank not in left
         ]
-        for version in {copy for process in living for copy in process.memory.versions}:
+        for version in {version for process in living for version in process.memory.versions}:
             holding = [
                 process.member.rank for process in living if version in process.memory.versions
             ]
             if not self.missing_parts(version, holding):
                 raise Violation(f"{decision} says that parts are lost; all of {version} is there")
         # no version is whole: some part of the newest layouts must have lost all of its holders
-        layouts: set[Copy] = set()
+        layouts: set[Version] = set()
         for process in living:
             member = process.member
             if member.phase > Phase.CONFIRM or member.decision is None:
@@ -792,7 +792,7 @@ def _sent(member: Member) -> Member:
         origin=0,
         is_interrupted=False,
         lost=frozenset(),
-        copies=(),
+        versions=(),
     )
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 
 from shardmesh.mesh.elastic import protocol
-from shardmesh.mesh.elastic.protocol import Copy, Decision, Member, Phase, Report
+from shardmesh.mesh.elastic.protocol import Decision, Member, Phase, Report, Version
 from tests.tiers import slow
 
 STEPS = 2
@@ -176,7 +176,7 @@ class Model:
             yield replaced(world, host, store._replace(decision=decision))
 
 
-def _missing(version: Copy, ranks: Collection[int]) -> tuple[int, ...]:
+def _missing(version: Version, ranks: Collection[int]) -> tuple[int, ...]:
     return () if ranks else (0,)
 
 

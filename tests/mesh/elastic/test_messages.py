@@ -15,17 +15,17 @@ from shardmesh.mesh.elastic.messages import (
     Welcome,
     shortened_reason,
 )
-from shardmesh.mesh.elastic.protocol import Copy, Decision
+from shardmesh.mesh.elastic.protocol import Decision, Version
 from shardmesh.mesh.elastic.rank_stores import StoreAddress
 from shardmesh.mesh.monitor.startup.rank_info import RankInfo
 
-COPY = Copy(3, 1, 1, (0, 2, 3))
+VERSION = Version(3, 1, 1, (0, 2, 3))
 FAILURE = Failure(2, 3, "ValueError: no more data")
 REPORT = ToldReport(protocol.report(protocol.first_member(2, (0, 2, 3), 0)), FAILURE)
 INFO = RankInfo(1, "host", 12, "boot/pid", 34, 0, "", {})
 ANNOUNCED = Announcement("0123456789abcdef", INFO, StoreAddress("127.0.0.1", 41001))
 DECISION = ToldDecision(
-    Decision(2, (0, 3, 4), COPY, (0, 3), ()), (FAILURE, Failure(-1, 3, "")), {4: ANNOUNCED}
+    Decision(2, (0, 3, 4), VERSION, (0, 3), ()), (FAILURE, Failure(-1, 3, "")), {4: ANNOUNCED}
 )
 
 
@@ -113,13 +113,13 @@ def test_another_welcome_is_refused(name: str, value: object):
 
 
 def test_a_member_that_has_joined_holds_nothing_and_is_not_asked_for_the_version():
-    decision = Decision(2, (0, 3, 4), COPY, (0, 3), ())
+    decision = Decision(2, (0, 3, 4), VERSION, (0, 3), ())
     assert decision.is_held_by_all
     assert not decision._replace(providers=(0,)).is_held_by_all
     member = protocol.joining_member(4, decision, 0, protocol.Write.LOCAL)
-    assert (member.copies, member.step, member.epoch) == ((), COPY.step, 2)
+    assert (member.versions, member.step, member.epoch) == ((), VERSION.step, 2)
     confirmed = protocol.finish_confirm(protocol.enter_confirm(member))
-    assert confirmed.copies == (confirmed.current,)
+    assert confirmed.versions == (confirmed.current,)
 
 
 def test_the_leader_decides_who_joins_as_all_know_from_before():

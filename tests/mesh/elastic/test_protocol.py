@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 
 from shardmesh.mesh.elastic import protocol
-from shardmesh.mesh.elastic.protocol import Copy, Phase, Report, Write
+from shardmesh.mesh.elastic.protocol import Phase, Report, Version, Write
 from tests.mesh.elastic.model import Model, Violation, World, explore
 from tests.tiers import slow
 
@@ -114,9 +114,9 @@ def test_the_newest_version_alone_is_not_enough(monkeypatch: pytest.MonkeyPatch)
     those that do would give up the one before, and a second death could leave neither."""
 
     def newest(reports, missing_parts):
-        versions = {version for told in reports for version in told.copies}
+        versions = {version for told in reports for version in told.versions}
         providers = {
-            version: tuple(sorted(told.rank for told in reports if version in told.copies))
+            version: tuple(sorted(told.rank for told in reports if version in told.versions))
             for version in versions
         }
         best = max(
@@ -153,19 +153,19 @@ def _ends(model: Model) -> set[tuple[object, ...]]:
 # -- what the functions say ------------------------------------------------------------------------
 
 
-def _reports(*copies: tuple[Copy, ...]) -> dict[int, Report]:
-    committed = Copy(0, 0, 0, (0, 1, 2, 3))
-    return {rank: Report(rank, 0, committed, held) for rank, held in enumerate(copies)}
+def _reports(*versions: tuple[Version, ...]) -> dict[int, Report]:
+    committed = Version(0, 0, 0, (0, 1, 2, 3))
+    return {rank: Report(rank, 0, committed, held) for rank, held in enumerate(versions)}
 
 
-def _missing(version: Copy, ranks: object) -> tuple[int, ...]:
+def _missing(version: Version, ranks: object) -> tuple[int, ...]:
     """Return the missing ones of two parts, of which ranks 0, 2 and 1, 3 have one each."""
     return tuple(part for part in (0, 1) if not {part, part + 2} & set(ranks))  # type: ignore[call-overload]
 
 
 def test_a_step_that_all_can_complete_is_completed():
     members = (0, 1, 2, 3)
-    before, after = Copy(0, 0, 0, members), Copy(1, 0, 0, members)
+    before, after = Version(0, 0, 0, members), Version(1, 0, 0, members)
     leader = protocol.lose(protocol.first_member(1, members, 0), [0])
     reports = _reports((), (after, before), (after, before), (after,))
     decision = protocol.decide(leader, reports, None, _missing)
@@ -176,7 +176,7 @@ def test_a_step_that_all_can_complete_is_completed():
 
 def test_a_step_that_some_cannot_complete_is_replayed():
     members = (0, 1, 2, 3)
-    before, after = Copy(0, 0, 0, members), Copy(1, 0, 0, members)
+    before, after = Version(0, 0, 0, members), Version(1, 0, 0, members)
     leader = protocol.lose(protocol.first_member(0, members, 0), [3])
     decision = protocol.decide(
         leader, _reports((after, before), (after, before), (before,)), None, _missing
@@ -187,7 +187,7 @@ def test_a_step_that_some_cannot_complete_is_replayed():
 
 def test_what_nobody_holds_is_said():
     members = (0, 1, 2, 3)
-    before = Copy(0, 0, 0, members)
+    before = Version(0, 0, 0, members)
     leader = protocol.lose(protocol.first_member(0, members, 0), [1, 3])
     decision = protocol.decide(leader, _reports((before,), (), (before,)), None, _missing)
     assert decision is not None
@@ -199,14 +199,14 @@ def test_what_nobody_holds_is_said():
 
 def test_a_version_from_before_a_rank_joined_is_not_asked_of_it():
     """A rank ends while another one joins: some have confirmed, and all have what was before."""
-    before = Copy(5, 0, 0, (0, 1, 2))
-    after = Copy(5, 0, 1, (0, 1, 2, 3))
+    before = Version(5, 0, 0, (0, 1, 2))
+    after = Version(5, 0, 1, (0, 1, 2, 3))
     decision = protocol.Decision(1, after.members, before, before.members, ())
     leader = protocol.interrupt(protocol.first_member(0, before.members, 0))
     leader = protocol.lose(protocol.adopt(leader, decision), [2])
     reports = {
-        rank: Report(rank, 1, after, copies)
-        for rank, copies in [(0, (after, before)), (1, (before,)), (3, (after,))]
+        rank: Report(rank, 1, after, versions)
+        for rank, versions in [(0, (after, before)), (1, (before,)), (3, (after,))]
     }
     decision = protocol.decide(leader, reports, None, lambda *_: ())
     assert decision is not None
@@ -216,8 +216,8 @@ def test_a_version_from_before_a_rank_joined_is_not_asked_of_it():
 
 def test_layouts_that_a_process_has_not_got_yet_are_not_chosen():
     """A rank ends in the confirm, and the process that joins has received nothing yet."""
-    before = Copy(5, 0, 0, (0, 1, 2))
-    after = Copy(5, 0, 1, (0, 1, 2, 3))
+    before = Version(5, 0, 0, (0, 1, 2))
+    after = Version(5, 0, 1, (0, 1, 2, 3))
     decision = protocol.Decision(1, after.members, before, before.members, ())
     leader = protocol.interrupt(protocol.first_member(1, before.members, 0))
     leader = protocol.lose(protocol.adopt(leader, decision), [0])
@@ -232,7 +232,7 @@ def test_layouts_that_a_process_has_not_got_yet_are_not_chosen():
 
 
 def test_a_leader_waits_for_all_that_it_does_not_know_to_be_lost():
-    before = Copy(0, 0, 0, (0, 1, 2, 3))
+    before = Version(0, 0, 0, (0, 1, 2, 3))
     leader = protocol.lose(protocol.first_member(0, (0, 1, 2, 3), 0), [1])
     reports = _reports((before,), (before,), (before,))
     assert protocol.decide(leader, reports, None, _missing) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -356,6 +357,16 @@ def test_unsupported_leaves_raise(leaf, words, tmp_path):
 @pytest.mark.parametrize("tree", [X, 3, [1, 2], None])
 def test_invalid_names_raise(tree, tmp_path):
     assert "save a dict" in same_error((2,), lambda mesh: save(tree, tmp_path), TypeError)
+
+
+@pytest.mark.parametrize("path", [str, Path])
+def test_swapped_arguments_raise(path, tmp_path):
+    dir = path(tmp_path / "run")
+    text = same_error((2,), lambda mesh: save(dir, {"x": X}), TypeError)
+    assert text == (
+        f"save(tree, dir): the first argument is a {type(dir).__name__}; write save(tree, "
+        f"{str(dir)!r})"
+    )
 
 
 def test_clashing_names_raise(tmp_path):

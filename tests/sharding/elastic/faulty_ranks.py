@@ -209,7 +209,7 @@ FORMS: dict[str, tuple[Callable[[sm.DeviceMesh], Any], tuple[str, ...]]] = {
     "fsdp": (hsdp, ("s",)),
     "tp": (tp, ("d", "t")),
     "two": (hsdp, ("r", "s")),  # with two optimizers
-    "accumulated": (hsdp, ("r", "s")),  # with micro-batches
+    "accumulated": (hsdp, ("r", "s")),  # with microbatches
     "pp": (pipelined, ("p", "d")),
 }
 
@@ -271,7 +271,7 @@ def train_step(state: dict[str, Any], batch: tuple[Any, ...], mesh: sm.DeviceMes
 def accumulated_step(
     state: dict[str, Any], batches: list[tuple[Any, ...]], mesh: sm.DeviceMesh
 ) -> float:
-    """Take a step whose gradients are reduced after all micro-batches."""
+    """Take a step whose gradients are reduced after all microbatches."""
     for optimizer in state["optimizers"]:
         optimizer.zero_grad()
     value = 0.0

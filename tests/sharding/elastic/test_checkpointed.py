@@ -157,7 +157,7 @@ def test_a_checkpoint_of_another_step_is_not_taken(tmp_path: Path):
 
     text, lost = on_ranks(2, program)[0]
     assert text.splitlines() == [
-        "recover: 1 of 1 tensors have elements that only ranks held which are lost (1); "
+        "recover: 1 of 1 tensors have elements that only lost ranks held (rank 1); "
         f"{tmp_path} has none of step 7; the newest is of step 6: go back to a checkpoint as a "
         "whole",
         "lost: x[2:4]",

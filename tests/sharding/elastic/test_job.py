@@ -15,7 +15,7 @@ import torch
 import shardmesh as sm
 from shardmesh.mesh.elastic import protocol
 from shardmesh.mesh.elastic.membership import ElasticJobError, LeftOutError
-from shardmesh.mesh.elastic.protocol import Copy, Decision, Write
+from shardmesh.mesh.elastic.protocol import Decision, Version, Write
 from shardmesh.mesh.errors import LaunchEnvironmentError
 from shardmesh.mesh.monitor import termination
 from shardmesh.sharding.elastic import job as job_module
@@ -303,7 +303,7 @@ def test_what_is_lost_has_one_text_on_all_ranks():
         sm.init_device_mesh("cpu", (2,), axis_names=("s",))
         job = ElasticJob.__new__(ElasticJob)
         job._layouts = {}
-        decision = Decision(2, (0, 1), Copy(3, 0, 0, (0, 1)), (0,), ())
+        decision = Decision(2, (0, 1), Version(3, 0, 0, (0, 1)), (0,), ())
         with pytest.raises(StateLostError) as caught:
             job._raise_lost(decision, dict.fromkeys((0, 1), holding(True)))
         return str(caught.value)

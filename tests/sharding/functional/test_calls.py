@@ -116,8 +116,12 @@ WRONG = {
     "specs for fewer arguments": (
         lambda m: identity(m, (P("a"),))(X, X),
         ValueError,
-        "shard_map(f): in_specs: expected P(...), one placement per mesh axis, or None for what is "
-        "no tensor, or a tree of these like it, for a tuple of 2; got a tuple of 1",
+        "shard_map(f): in_specs has 1 entry and the function got 2 arguments: write one P for each",
+    ),
+    "specs for more arguments": (
+        lambda m: identity(m, (P("a"), P()))(X),
+        ValueError,
+        "in_specs has 2 entries and the function got 1 argument: write one P for each",
     ),
     "specs of another tree": (
         lambda m: identity(m, ({"x": P()},))([X]),

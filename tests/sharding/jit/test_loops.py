@@ -44,7 +44,7 @@ def rows_of(i: int, columns: int = 4) -> Tensor:
 
 
 def accumulation(mesh: sm.DeviceMesh, jit: Jit, form: str) -> tuple[Values, int]:
-    """A changing number of micro-batches, each a call; the norm is logged."""
+    """A changing number of microbatches, each a call; the norm is logged."""
     model = sharded(net(4, 8, 4), mesh, form)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
@@ -70,7 +70,7 @@ def accumulation(mesh: sm.DeviceMesh, jit: Jit, form: str) -> tuple[Values, int]
 
 
 def accumulation_inside(mesh: sm.DeviceMesh, jit: Jit, form: str) -> tuple[Values, int]:
-    """A changing number of micro-batches in one call."""
+    """A changing number of microbatches in one call."""
     model = sharded(net(4, 8, 4), mesh, form)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 

@@ -668,7 +668,7 @@ def cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
 def _train(form: str, jit: bool) -> tuple[list[Tensor], int]:
     """Train as torchtitan does: blocks and the loss are compiled, the step is not.
 
-    Two micro-batches a step, with labels that are left out, and a loss for evaluation.
+    Two microbatches a step, with labels that are left out, and a loss for evaluation.
 
     Args:
         form: "rows" of each rank under `fully_shard`; "sharded" inputs and labels, tensor parallel;
@@ -725,7 +725,7 @@ def test_the_loss_and_the_blocks_of_a_language_model(form: str) -> None:
     eager, jitted = (sm.simulate(ranks)(_train)(form, jit) for jit in (False, True))
     for (values, graphs), (expected, _) in zip(jitted, eager, strict=True):
         assert equal(values, expected)
-        assert graphs == 7  # all micro-batches but the first
+        assert graphs == 7  # all microbatches but the first
 
 
 def test_a_function_that_calls_a_unit_runs_in_parts() -> None:

@@ -127,7 +127,7 @@ class StepCosts:
 
     def gathered(self, micro_batches: int = 1) -> list[int]:
         """Return the bytes of each all_gather of parameters: all once per step, or of blocks twice
-        per micro-batch.
+        per microbatch.
         """
         n = self.size(*self.shards)
         pieces = [layout.piece * self.param_bytes for layout in self.layouts()]

@@ -1,4 +1,4 @@
-"""Training with compositions: micro-batches, clipping, mixed precision, Muon, and checkpoints from
+"""Training with compositions: microbatches, clipping, mixed precision, Muon, and checkpoints from
 one composition to another.
 """
 
@@ -42,7 +42,7 @@ def parity(found, expected, rtol=1e-12):
     torch.testing.assert_close(torch.stack(found).mean(0), torch.stack(expected), rtol=rtol, atol=0)
 
 
-# -- micro-batches, and clipping -------------------------------------------------------------------
+# -- microbatches, and clipping -------------------------------------------------------------------
 
 ODD, SMALL = replace(UNEVEN, layers=1), replace(EVEN, layers=1)
 CLIPPED = [
@@ -109,7 +109,7 @@ def test_micro_batches_and_clipping(case):
 
 @pytest.mark.parametrize("case", [case for case in CLIPPED if case.inputs == "plain"], ids=str)
 def test_calls_and_bytes_of_micro_batches(case):
-    """Sharded gradients are summed per micro-batch, whole ones once."""
+    """Sharded gradients are summed per microbatch, whole ones once."""
 
     def backward(model, mesh):
         with sm.accumulate_grads():

@@ -145,7 +145,7 @@ def sampler_on_one(length: int) -> list[int]:
 )
 @settings(max_examples=50)
 def test_micro_batches(count: int, ranks: int, most: int | None):
-    """Shares differ by one row at most; no micro-batch is empty, nor larger than it may be."""
+    """Shares differ by one row at most; no microbatch is empty, nor larger than it may be."""
     sampler = DistributedSampler(range(count), ranks, 0)
     (step,) = GlobalBatchSampler(sampler, count, micro_batch=most).steps()
     shares = [sum(rows[rank] for rows in step) for rank in range(ranks)]
@@ -156,7 +156,7 @@ def test_micro_batches(count: int, ranks: int, most: int | None):
 
 
 def test_gradients_do_not_depend_on_the_ranks():
-    """A step of 8 samples on 1, 2 and 3 ranks, in micro-batches; sums in another order."""
+    """A step of 8 samples on 1, 2 and 3 ranks, in microbatches; sums in another order."""
 
     def program(mesh: sm.DeviceMesh) -> list[torch.Tensor]:
         torch.manual_seed(0)

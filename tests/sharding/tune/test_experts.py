@@ -37,7 +37,7 @@ from shardmesh.sharding.tune.step_time import StepTimes
 from tests.sharding.tune import tiny
 from tests.tiers import slow
 
-tune = partial(sm.tune, check=0)  # programs are evaluated in test_exact.py
+tune = partial(sm.tune, check=0)  # programs are evaluated in test_program_costs.py
 
 EXPERTS, CHOICES = 4, 2
 WIDTH, HIDDEN = tiny.WIDTH, tiny.HIDDEN

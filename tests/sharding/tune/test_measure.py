@@ -17,7 +17,7 @@ from shardmesh.sharding.tune.measure import measure_program, time_steps
 from shardmesh.sharding.tune.program import hugging_face_build
 from tests.sharding.tune import tiny
 
-tune = partial(sm.tune, check=0)  # programs are evaluated in test_exact.py
+tune = partial(sm.tune, check=0)  # programs are evaluated in test_program_costs.py
 
 BUILD = hugging_face_build("llama")
 

@@ -23,7 +23,7 @@ from shardmesh.sharding.tune.search import is_neighbour
 from shardmesh.sharding.tune.step_time import StepTime, StepTimes
 from tests.sharding.tune import tiny
 
-tune = partial(sm.tune, check=0)  # programs are evaluated in test_exact.py
+tune = partial(sm.tune, check=0)  # programs are evaluated in test_program_costs.py
 
 
 @pytest.fixture(scope="module")

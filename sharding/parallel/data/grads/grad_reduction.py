@@ -1,4 +1,4 @@
-"""Reduction of a unit's gradients over ranks: during backward, or after the last micro-batch."""
+"""Reduction of a unit's gradients over ranks: during backward, or after the last microbatch."""
 
 from __future__ import annotations
 

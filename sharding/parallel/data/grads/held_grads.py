@@ -145,5 +145,5 @@ def _refuse_recording() -> None:
         raise NotImplementedError(
             "sm.jit of a backward that holds gradients back for a later call "
             "(set_requires_gradient_sync(False) or set_requires_all_reduce(False)): call backward "
-            "of all micro-batches in the function, inside of sm.accumulate_grads()"
+            "of all microbatches in the function, inside of sm.accumulate_grads()"
         )

@@ -146,7 +146,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.AdamW:
 
 
 def train_step(model: Any, optimizer: Any, step: int, rank: int, ranks: int) -> list[float]:
-    """Accumulate two micro-batches, clip, step."""
+    """Accumulate two microbatches, clip, step."""
     losses = []
     for part in range(2):
         x, y = (t.chunk(ranks)[rank] for t in rows(step, part))

@@ -1,4 +1,4 @@
-"""Several micro-batches: gradients are sharded in each of them or whole until the end, depending on
+"""Several microbatches: gradients are sharded in each of them or whole until the end, depending on
 the form.
 """
 
@@ -32,7 +32,7 @@ def _parts(mesh, count):
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("form", FORMS)
 def test_gradients_of_micro_batches(form):
-    """The mean over micro-batches equals that of the batch, with `accumulate_grads` and by
+    """The mean over microbatches equals that of the batch, with `accumulate_grads` and by
     accumulating into `.grad`.
     """
 

@@ -172,8 +172,8 @@ def test_hybrid():
 
 @pytest.mark.parametrize("form", TABLE)
 def test_micro_batches(form):
-    """FSDP and ZeRO-2 sum gradients per micro-batch, DDP and ZeRO-1 once. FSDP gathers per
-    micro-batch.
+    """FSDP and ZeRO-2 sum gradients per microbatch, DDP and ZeRO-1 once. FSDP gathers per
+    microbatch.
     """
     axes, gathers, reduces, sums = TABLE[form]
     times = 3

@@ -558,7 +558,11 @@ def test_ways_to_name_units(units):
     [
         (
             lambda m, mesh: fully_shard(m, mesh, axes="tp"),
-            r"parameter=\('tp',\) on .*: give axes of the mesh, each once, from \('dp', ",
+            r"^fully_shard: axes=\('tp',\) on .*: give axes of the mesh, each once, from \('dp', ",
+        ),
+        (
+            lambda m, mesh: data_parallel(m, mesh, gradient="tp", optimizer="tp"),
+            r"^gradient=\('tp',\) on .*: give axes of the mesh, each once, from \('dp', ",
         ),
         (
             lambda m, mesh: fully_shard(m, mesh, units="layers.*"),
@@ -585,6 +589,22 @@ def test_invalid_arguments_raise(call, text):
         return str(caught.value)
 
     assert len(set(on_ranks((2, 2), program))) == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda m, mesh: fully_shard([m], mesh), "^fully_shard takes one module, got a list; sm.c"),
+        (lambda m, mesh: data_parallel((m,), mesh), "^data_parallel takes one module, got a tuple"),
+        (lambda m, mesh: fully_shard(m.forward, mesh), "got a method$"),
+    ],
+)
+def test_what_is_no_module_raises(call, text):
+    def program(mesh):
+        with pytest.raises(TypeError, match=text):
+            call(model(), mesh)
+
+    on_ranks((2,), program)
 
 
 def test_input_on_another_mesh_raises():

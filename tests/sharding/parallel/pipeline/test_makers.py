@@ -189,14 +189,14 @@ def test_every_schedule_is_proved():
         (
             ("interleaved", 4, 9),
             {},
-            "9 microbatches on 4 ranks: with several stages on each rank they go through the "
-            "stages in 2 equal rounds; give a multiple of 4, or fewer than 8",
+            "9 microbatches on 4 ranks: with several stages on each rank they must divide into "
+            "9 // 4 = 2 rounds of equal length, as 8 do; a multiple of 4 always does",
         ),
         (
             ("zb_h1", 2, 5),
             {"stages_per_rank": 2},
-            "5 microbatches on 2 ranks: with several stages on each rank they go through the "
-            "stages in 2 equal rounds; give a multiple of 2, or fewer than 4",
+            "5 microbatches on 2 ranks: with several stages on each rank they must divide into "
+            "5 // 2 = 2 rounds of equal length, as 4 do; a multiple of 2 always does",
         ),
         (
             ("dualpipe_v", 4, 7),

@@ -525,7 +525,7 @@ def make(**options: Any) -> Any:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"axis": "tp"}, "has no axis 'tp'"),
+        ({"axis": "tp"}, "has no axis 'tp'; name one of ('pp',) with axis="),
         ({"split": ["blocks.9"]}, "blocks.9"),
         ({"split": ["blocks.1", "blocks.2"]}, "stages"),
         ({"split": ["blocks.1", "blocks.1", "blocks.2"], "schedule": "zb_v"}, "blocks.1"),

@@ -255,7 +255,7 @@ def test_inputs_of_backward(mesh):
     equal(y.grad.full_tensor(), 2 * X @ W)
 
 
-# -- accumulation over micro-batches ---------------------------------------------------------------
+# -- accumulation over microbatches ---------------------------------------------------------------
 
 
 def micro_batches(mesh):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,7 +42,7 @@ _SMALL = 64  # bytes of a collective of a few numbers: a loss, the norm of gradi
 
 
 @dataclass(frozen=True)
-class Exact:
+class ProgramCosts:
     """What a step of the program needs on rank 0.
 
     Attributes:
@@ -109,7 +110,7 @@ def why_not_evaluated(form: Form, model: Description) -> str | None:
     return None
 
 
-def evaluate(form: Form, model: Description) -> Exact:
+def evaluate(form: Form, model: Description) -> ProgramCosts:
     """Return what a step of the program needs on rank 0.
 
     Raises:
@@ -136,7 +137,7 @@ def _shortened(model: Description, blocks: int) -> Description:
     )
 
 
-def _on_line(first: Exact, second: Exact, steps: float) -> Exact:
+def _on_line(first: ProgramCosts, second: ProgramCosts, steps: float) -> ProgramCosts:
     """Return `first + steps * (second - first)`."""
 
     def line(one: float, two: float) -> float:
@@ -145,21 +146,21 @@ def _on_line(first: Exact, second: Exact, steps: float) -> Exact:
     def lines(one: dict[str, float], two: dict[str, float]) -> dict[str, float]:
         return {axis: line(one.get(axis, 0.0), value) for axis, value in two.items()}
 
-    return Exact(
+    return ProgramCosts(
         line(first.peak, second.peak),
         lines(first.received, second.received),
         lines(first.launches, second.launches),
     )
 
 
-def _of_microbatches(form: Form, model: Description) -> Exact:
+def _of_microbatches(form: Form, model: Description) -> ProgramCosts:
     if form.microbatches <= 2:
         return _run(form, model)
     one, two = (_run(replace(form, microbatches=count), model) for count in (1, 2))
     return replace(_on_line(one, two, form.microbatches - 1), peak=two.peak)
 
 
-def _run(form: Form, model: Description) -> Exact:
+def _run(form: Form, model: Description) -> ProgramCosts:
     """Run two steps of the program, and count the second; the first makes the optimizer's state."""
     axes = mesh_axes(form)
     data = tuple(axis for axis in ("dp", "fsdp") if axis in axes)
@@ -167,22 +168,25 @@ def _run(form: Form, model: Description) -> Exact:
     shape = (form.data * form.rows * form.microbatches, *model.one_row_shape[1:])
     dtype = torch.float32 if model.vocabulary is None else torch.int64
     main = _main(form, model)
-    memory, report = PeakMemory("meta"), comm_report()
+    memory = PeakMemory("meta")
     reports: list[CommReport] = []
+    measured = ExitStack()
+
+    def begin_second_step() -> None:
+        memory.peak = memory.live
+        reports.append(measured.enter_context(comm_report()))
 
     def rows_of(step: int, mesh: Any) -> tuple[ShardedTensor, ...]:
         if step == 1:
-            memory.peak = memory.live
-            reports.append(report.__enter__())
+            begin_second_step()
         layout = Layout.of(mesh, spec, shape, dtype)
         parts = (torch.empty(layout.local_shape, dtype=dtype, device="meta") for _ in range(2))
         return tuple(ShardedTensor._make(part, layout) for part in parts)
 
-    with null_world(form.devices, 0), memory, _FusedAttention():
+    with null_world(form.devices, 0), memory, _FusedAttention(), measured:
         main(rows_of)
-        report.__exit__(None, None, None)
     received, launches = _by_axis(reports[0])
-    return Exact(float(memory.peak), received, launches)
+    return ProgramCosts(float(memory.peak), received, launches)
 
 
 def _main(form: Form, model: Description) -> Callable[[Callable[..., Any]], None]:

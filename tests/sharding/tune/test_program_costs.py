@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 import shardmesh as sm
-from shardmesh.sharding.tune import exact, tune
+from shardmesh.sharding.tune import program_costs, tune
 from shardmesh.sharding.tune.description import Description
 from shardmesh.sharding.tune.devices import device_of
-from shardmesh.sharding.tune.exact import Exact, check, evaluate, why_not_evaluated
 from shardmesh.sharding.tune.form import Form
 from shardmesh.sharding.tune.memory import memory_of
 from shardmesh.sharding.tune.prices import Prices
+from shardmesh.sharding.tune.program_costs import ProgramCosts, check, evaluate, why_not_evaluated
 from shardmesh.sharding.tune.step_time import StepTimes
 from tests.sharding.tune import tiny
 from tests.tiers import slow
@@ -61,7 +61,7 @@ def test_more_blocks_follow_on_a_line(monkeypatch):
     model = Description(tiny.model(num_hidden_layers=10, **SIZES), tiny.ids(ROWS, POSITIONS))
     form = Form(fsdp=2, rows=4)
     short = evaluate(form, model)
-    monkeypatch.setattr(exact, "_MOST_BLOCKS", 10)
+    monkeypatch.setattr(program_costs, "_MOST_BLOCKS", 10)
     whole = evaluate(form, model)
     assert short.received == whole.received
     assert short.launches == whole.launches
@@ -92,8 +92,8 @@ def test_what_is_not_evaluated(described, form, why):
 def test_errors_are_relative_to_the_program(described, monkeypatch):
     form = Form(fsdp=4, rows=2)
     memory, moved = memory_of(form, described, 0).total, times_of(described).of(form, rank=0).moved
-    program = Exact(memory / 1.1, {"fsdp": sum(moved.values()) / 0.8}, {})
-    monkeypatch.setattr(exact, "evaluate", lambda form, model: program)
+    program = ProgramCosts(memory / 1.1, {"fsdp": sum(moved.values()) / 0.8}, {})
+    monkeypatch.setattr(program_costs, "evaluate", lambda form, model: program)
     checked = check(form, described, times_of(described))
     assert (checked.peak, checked.received) == (program.peak, program.received)
     assert checked.memory_error == pytest.approx(0.1)
@@ -107,16 +107,16 @@ def test_a_program_that_does_not_fit_is_left_out(monkeypatch):
     first, second, *_ = sm.tune(model, batch, **options, check=0).candidates
     assert first.checked is None
 
-    def checked(form: Form, *_: object, **__: object) -> exact.Check:
-        return exact.Check(1e12 if form == first.form else 1.0, {}, 0.02, -0.01)
+    def checked(form: Form, *_: object, **__: object) -> program_costs.Check:
+        return program_costs.Check(1e12 if form == first.form else 1.0, {}, 0.02, -0.01)
 
-    monkeypatch.setattr(tune.exact, "check", checked)
+    monkeypatch.setattr(tune.program_costs, "check", checked)
     tuning = sm.tune(model, batch, **options, check=1)
     assert tuning.best.form == second.form
     assert tuning.reasons[0] == f"{first.form}: its program needs 1000.0 GB of 78.6 GB"
     assert "+2.0% memory, -1.0% bytes" in str(tuning)
     assert tuning.as_dict()["candidates"][0]["checked"]["memory_error"] == 0.02
-    why = replace(tuning.best, checked=exact.Check(why_not="no values"))
+    why = replace(tuning.best, checked=program_costs.Check(why_not="no values"))
     shown = str(replace(tuning, candidates=(why, *tuning.candidates[1:])))
     assert f"not run: {second.form}: no values" in shown
     with pytest.raises(ValueError, match=r"check=-1\): a whole number from 0"):
