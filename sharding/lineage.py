@@ -237,7 +237,7 @@ def loss_lineage(*meshes: Any) -> int:
     0 if some ranks of the meshes do not have its loss.
     """
     context = meshes[0].world.comm_context
-    if context.lineage or context.loss is None:  # of all ranks
+    if context.lineage or context.loss is None:  # that of a loss of all ranks, or of a value
         return context.lineage
     return context.lineage_on(frozenset().union(*map(_ranks, meshes)))
 

@@ -750,8 +750,13 @@ def test_collectives_in_the_backward_of_a_loss_that_some_ranks_lack(
             for n in (1, 2)
         ]
         losses = [loss_of(w) for w in ws]
+        buffer = current_world().trace_buffer
+        before = buffer.last.number
         for loss in losses[::-1] if current_world().rank == odd else losses:
             loss.backward()
+        in_backward = [record for record in buffer.records() if record.number > before]
+        assert in_backward
+        assert all(record.lineage for record in in_backward)
 
     ranks, odd = (8, 6) if is_slice else (5, 2)
     simulate(ranks, prints="plain")(fn)(None)
