@@ -393,7 +393,8 @@ class Decoder(nn.Module):
         """Return the logits [rows, 1, vocabulary] after the last token.
 
         Args:
-            mask: [rows, 1, tokens, length]: what each token attends to.
+            mask: [rows, 1, tokens, length], added to the scores: 0 where a token attends, else the
+                lowest number of the dtype.
             places: of the tokens in the keys and values, in which they are written.
             cache: for each layer, keys and values of a fixed length.
         """
@@ -414,19 +415,27 @@ class StagedForward:
     Those of other layers are on "meta". Rows go through the stages in as many microbatches as there
     are stages, if there are enough. Stages are recorded for each shape of their inputs, so keys and
     values are padded to few lengths: here at the end, where `Batch` has its padding before rows.
+
+    Raises:
+        ValueError: layers that attend to a window of the tokens, or that keep something else than
+            keys and values of `num_key_value_heads` heads, or that are not named `layers.0` etc.
     """
 
     _SMALLEST = 32
 
     def __init__(self, model: nn.Module, mesh: sm.DeviceMesh) -> None:
         config: Any = model.config
+        layers = range(config.num_hidden_layers)
+        _check_has_stages(model, [name for name, _ in model.named_parameters()], layers)
         self._pipe = sm.parallel.pipeline(Decoder(model), mesh, split="even", schedule="gpipe")
-        self._heads = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
+        width = getattr(config, "head_dim", None) or (
+            config.hidden_size // config.num_attention_heads
+        )
+        self._heads = config.num_key_value_heads, width
         self._vocabulary = config.vocab_size
         names = [name for name, _ in self._pipe.named_parameters()]
         self._dtype = next(self._pipe.parameters()).dtype
-        layers = range(config.num_hidden_layers)
-        self._is_own = [any(f".layers.{layer}." in name for name in names) for layer in layers]
+        self._is_own = [_has_layer(names, layer) for layer in layers]
 
     def __call__(
         self, ids: Tensor, mask: Tensor, positions: Tensor, cache: KeysAndValues
@@ -442,6 +451,9 @@ class StagedForward:
         attended = attended & (torch.arange(length) <= places[:, None])
         # A token of the padding attends to itself: softmax of nothing is no number.
         attended = attended | (torch.arange(length) == places[:, None])
+        # Eager attention adds the mask to the scores; the others take such a mask as well.
+        lowest = torch.finfo(self._dtype).min
+        scores = torch.zeros(attended.shape, dtype=self._dtype).masked_fill(~attended, lowest)
         parts = min(rows, self._pipe.schedule.stages)
 
         def split(x: Tensor) -> list[Tensor]:
@@ -450,7 +462,7 @@ class StagedForward:
         columns = [zip(split(keys), split(values), strict=True) for keys, values in filled]
         results = self._pipe.forward(
             split(ids),
-            mask=split(attended),
+            mask=split(scores),
             positions=split(positions),
             places=[places] * parts,
             cache=list(zip(*columns, strict=True)),
@@ -469,6 +481,30 @@ class StagedForward:
             return torch.empty(rows, heads, 0, width, dtype=self._dtype, device=device)
 
         return [(empty(is_own), empty(is_own)) for is_own in self._is_own]
+
+
+def _check_has_stages(model: nn.Module, names: Sequence[str], layers: Sequence[int]) -> None:
+    """Raise ValueError if the example cannot serve the model in stages."""
+    config: Any = model.config
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    others = sorted(set(types or ()) - {"full_attention"})
+    problem = None
+    if others:
+        problem = f"it has layers of the types {others}, and only full_attention is supported"
+    elif types is None and window is not None and getattr(config, "use_sliding_window", True):
+        problem = f"its layers attend to a sliding window of {window} tokens"
+    elif not getattr(config, "num_key_value_heads", None):
+        problem = "its config has no num_key_value_heads"
+    elif not all(_has_layer(names, layer) for layer in layers):
+        problem = f"not all of its {len(layers)} layers are at paths that end in layers.<number>"
+    if problem is not None:
+        raise ValueError(f"--stages does not serve {type(model).__name__}: {problem}")
+
+
+def _has_layer(names: Sequence[str], layer: int) -> bool:
+    """Return whether parameters of a layer are among those of these names."""
+    return any(f".layers.{layer}." in name for name in names)
 
 
 def _lengthened(x: Tensor, length: int) -> Tensor:

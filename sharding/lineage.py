@@ -30,6 +30,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..mesh.comm.call_site import user_lines
+from ..mesh.comm.comm_context import LossOfSomeRanks
 from ..mesh.comm.recording.trace_buffer import Header
 from ..mesh.comm.thread_context import thread_context
 from ..mesh.settings import settings
@@ -82,10 +83,9 @@ def mixed_of_meshes(tensors: Sequence[Any]) -> int:
     one of them have another tensor on the other, of another lineage.
     """
     meshes = dict.fromkeys(x._layout.mesh for x in tensors)
-    first = next(iter(meshes), None)
-    if all(_contains(first, mesh) and _contains(mesh, first) for mesh in meshes):
-        return mixed(0, tensors)
-    return 0
+    if len(meshes) > 1 and len({_ranks(mesh) for mesh in meshes}) > 1:
+        return 0
+    return mixed(0, tensors)
 
 
 def piece_of(lineage: int, i: int) -> int:
@@ -207,8 +207,8 @@ class loss_context(comm_context):
 
     Ranks outside of a loss' mesh do not have it. Where meshes are slices of one, as mesh["tp"],
     they have a loss of their own, of another lineage, and take part in collectives of the backward
-    along other axes. So the lineage of such a loss counts only in collectives of meshes within its
-    own: `loss_lineage`.
+    along other axes. So the lineage of such a loss counts only in collectives whose ranks all have
+    it: `CommContext.lineage_on`.
     """
 
     __slots__ = ("_before_loss", "_loss")
@@ -217,9 +217,10 @@ class loss_context(comm_context):
         meshes = tuple(dict.fromkeys(x._layout.mesh for x in losses))
         world: Any = meshes[0].world
         super().__init__(world, lineage)
-        self._loss = 0, ()
+        self._loss = None
         if any(mesh.size() < world.size for mesh in meshes):
-            self._loss, self._lineage = (self._lineage, meshes), 0
+            ranks = frozenset.intersection(*map(_ranks, meshes))
+            self._loss, self._lineage = LossOfSomeRanks(self._lineage, ranks), 0
 
     def __enter__(self) -> None:
         super().__enter__()
@@ -236,20 +237,14 @@ def loss_lineage(*meshes: Any) -> int:
     0 if some ranks of the meshes do not have its loss.
     """
     context = meshes[0].world.comm_context
-    if context.lineage:  # that of a loss of all ranks, or of what the collectives are part of
+    if context.lineage or context.loss is None:  # that of a loss of all ranks, or of a value
         return context.lineage
-    lineage, loss_meshes = context.loss
-    return lineage if all(_contains(its, mesh) for its in loss_meshes for mesh in meshes) else 0
+    return context.lineage_on(frozenset().union(*map(_ranks, meshes)))
 
 
-def _contains(mesh: Any, other: Any) -> bool:
-    """Return whether all ranks of another mesh are in this one."""
-    return mesh is other or _contains_ranks(mesh, other)
-
-
-@cached_on_mesh(lambda mesh: mesh, 64)
-def _contains_ranks(mesh: Any, other: Any) -> bool:
-    return set(other.ranks.flat) <= set(mesh.ranks.flat)
+@cached_on_mesh(lambda mesh: mesh, 1)
+def _ranks(mesh: Any) -> frozenset[int]:
+    return frozenset(mesh.ranks.ravel().tolist())
 
 
 class backward_comm_context(comm_context):

@@ -78,7 +78,7 @@ class SimulatedGroup(Group):
         return replace(
             call,
             tag="" if tag is None else tag.text,
-            lineage=world.comm_context.lineage,
+            lineage=world.comm_context.lineage_on(self.ranks),
             trace_buffer=world.trace_buffer,
             step=world.trace_buffer.words[Header.STEP] if has_marked_step else None,
         )

@@ -322,7 +322,7 @@ class GraphRecorder(TorchDispatchMode):
 
     def _start(self, group: Group, name: str, args: Any, kwargs: Any) -> Work | None:
         """Start a collective and record its start; its wait too, unless it is left in flight."""
-        call, lineage = user_call(), group.world.comm_context.lineage
+        call, lineage = user_call(), group.world.comm_context.lineage_on(group.ranks)
         where = group_name(group), site_number(Site(kwargs["tag"], lineage, call.name, call.place))
         if name in ("all_reduce", "broadcast"):
             out, how, async_op = args

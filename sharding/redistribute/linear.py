@@ -230,13 +230,13 @@ class _Redistribute(torch.autograd.Function):
         ]
         if len(indexed_grads) == 1:
             (_, grad), (src, dst, src_grad, dst_grad) = indexed_grads[0], moves[0]
-            if (
-                ctx.path is not None
-                and src.replicated_axes == ctx.ends[0][1].replicated_axes
-                and not transforming()
-            ):
-                check_replicas_agree(grad, src, ctx.path, USED_DIFFERENTLY)
             with backward_comm_context(ctx.lineage, src.mesh):
+                if (
+                    ctx.path is not None
+                    and src.replicated_axes == ctx.ends[0][1].replicated_axes
+                    and not transforming()
+                ):
+                    check_replicas_agree(grad, src, ctx.path, USED_DIFFERENTLY)
                 moved = [redistribute_grad(with_memory(grad), src, dst, src_grad, dst_grad)]
         elif indexed_grads:
             meshes = {src.mesh for src, *_ in moves}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import http.client
 import json
 import os
@@ -13,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -294,15 +295,21 @@ def test_ctrl_c_ends_the_server() -> None:
 # -- its parts -------------------------------------------------------------------------------------
 
 
-def check_rows_that_come_and_go(forward: serve.Forward) -> None:
-    """Rows join and leave a batch, each with the logits of the model for its tokens alone."""
-    model = serve.tiny_model(torch.float64).eval()
+def check_rows_that_come_and_go(
+    forward: serve.Forward, model: Any, precision: torch.dtype = torch.float64
+) -> None:
+    """Rows join and leave a batch, each with the logits of the model for its tokens alone.
+
+    Args:
+        precision: the lowest one in which the model computes.
+    """
     batch = serve.Batch(forward)
     prompts = {0: [5, 6, 7], 1: [9] * 12, 2: [11, 12], 3: [13] * 5}
 
     def check(logits: torch.Tensor, numbers: list[int]) -> None:
         for row, number in zip(logits, numbers, strict=True):
-            torch.testing.assert_close(row, model(torch.tensor([prompts[number]])).logits[0, -1])
+            alone = model(torch.tensor([prompts[number]])).logits[0, -1]
+            torch.testing.assert_close(row.to(precision), alone.to(precision))
 
     def decode(numbers: list[int]) -> None:
         for number in numbers:
@@ -326,21 +333,106 @@ def check_rows_that_come_and_go(forward: serve.Forward) -> None:
 
 def test_batches_of_rows_that_come_and_go() -> None:
     """The logits of a row do not depend on the rows next to it, nor on their padding."""
-    check_rows_that_come_and_go(serve.forward_of(serve.tiny_model(torch.float64).eval()))
+    model = serve.tiny_model(torch.float64).eval()
+    check_rows_that_come_and_go(serve.forward_of(model), model)
 
 
-def test_batches_over_stages() -> None:
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+}
+
+
+def llama(attention: str) -> Any:
+    config = transformers.LlamaConfig(**SIZES, attn_implementation=attention)
+    return transformers.LlamaForCausalLM(config)
+
+
+def wide_heads() -> Any:
+    """A model whose heads are wider than hidden_size / num_attention_heads."""
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, head_dim=16))
+
+
+STAGED: dict[str, tuple[Callable[[], Any], torch.dtype]] = {
+    "sdpa": (lambda: llama("sdpa"), torch.float64),
+    "eager": (lambda: llama("eager"), torch.float32),  # its softmax is always in float32
+    "wide heads": (wide_heads, torch.float64),
+}
+
+
+@pytest.mark.parametrize(("make", "precision"), STAGED.values(), ids=STAGED)
+def test_batches_over_stages(make: Callable[[], Any], precision: torch.dtype) -> None:
     """The same where each rank has a layer, and no keys and values of the other."""
+    model = make().double().eval()
 
     def program() -> list[str]:
         mesh = sm.init_device_mesh("cpu", (2,), axis_names=("pp",))
-        forward = serve.StagedForward(serve.tiny_model(torch.float64).eval(), mesh)
-        check_rows_that_come_and_go(forward)
+        forward = serve.StagedForward(copy.deepcopy(model), mesh)
+        check_rows_that_come_and_go(forward, model, precision)
         ids = torch.tensor([[5, 6]])
         _, cache = forward(ids, torch.ones_like(ids), torch.tensor([[0, 1]]), [])
         return [keys.device.type for keys, _ in cache]
 
     assert sm.simulate(2)(program)() == [["cpu", "meta"], ["meta", "cpu"]]
+
+
+def mistral(window: int | None) -> Any:
+    return transformers.MistralForCausalLM(
+        transformers.MistralConfig(**SIZES, sliding_window=window)
+    )
+
+
+def gpt2() -> Any:
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=128, n_embd=32, n_layer=2, n_head=4)
+    )
+
+
+def gemma() -> Any:
+    config = transformers.Gemma2Config(**SIZES, head_dim=8, sliding_window=4)
+    return transformers.Gemma2ForCausalLM(config)
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "window": (
+        lambda: mistral(4),
+        "MistralForCausalLM: its layers attend to a sliding window of 4",
+    ),
+    "types": (gemma, r"Gemma2ForCausalLM: it has layers of the types \['sliding_attention'\]"),
+    "heads": (gpt2, "GPT2LMHeadModel: its config has no num_key_value_heads"),
+}
+
+
+@pytest.mark.usefixtures("one_rank_job")
+@pytest.mark.parametrize(("make", "text"), REFUSED.values(), ids=REFUSED)
+def test_models_that_stages_do_not_serve(make: Callable[[], Any], text: str) -> None:
+    mesh = sm.init_device_mesh("cpu", (1,), axis_names=("pp",))
+    with pytest.raises(ValueError, match=text):
+        serve.StagedForward(make(), mesh)
+
+
+@pytest.mark.usefixtures("one_rank_job")
+def test_model_without_a_path_of_layers() -> None:
+    model = llama("sdpa")
+    model.model.blocks = model.model.layers
+    del model.model.layers
+    with pytest.raises(ValueError, match="not all of its 2 layers are at paths"):
+        serve.StagedForward(model, sm.init_device_mesh("cpu", (1,), axis_names=("pp",)))
+
+
+@pytest.mark.usefixtures("one_rank_job")
+def test_layers_of_which_none_has_a_window() -> None:
+    """A window of the config that no layer uses."""
+    mesh = sm.init_device_mesh("cpu", (1,), axis_names=("pp",))
+    config = transformers.Qwen2Config(**SIZES, sliding_window=4, use_sliding_window=False)
+    for model in (mistral(None), transformers.Qwen2ForCausalLM(config)):
+        serve.StagedForward(model, mesh)
 
 
 @pytest.mark.slow

@@ -335,6 +335,8 @@ class Recorder:
                 pass
         number = next(self._numbers)
         lineage = context.lineage
+        if not lineage and context.loss is not None:
+            lineage = context.loss.lineage_on(self.group.ranks)
         _pack_record(
             self._data,
             _RING_BYTES + (number & _LAST_RECORD) * _RECORD_BYTES,

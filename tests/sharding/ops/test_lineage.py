@@ -690,6 +690,82 @@ def test_gradients_of_a_loss_on_a_slice_in_another_order(is_leaf: bool) -> None:
     assert caught.value.verdict.field == "lineage"
 
 
+def sum_over_ranks(w: Any) -> Any:
+    def body(part: Any) -> Any:
+        return (sm.psum(part.sum(0, keepdim=True), "y") * (1 + sm.axis_index("y")) * part).sum()[
+            None
+        ]
+
+    return sm.shard_map(body, mesh=w.mesh, in_specs=P("y"), out_specs=P("y"))(w).sum()
+
+
+def gathered_in_map(w: Any) -> Any:
+    def body(part: Any) -> Any:
+        whole = sm.all_gather(part, "y", tiled=True)
+        return (whole * (1 + sm.axis_index("y"))).sum()[None]
+
+    return sm.shard_map(body, mesh=w.mesh, in_specs=P("y"), out_specs=P("y"))(w).sum()
+
+
+def largest_in_map(w: Any) -> Any:
+    def body(part: Any) -> Any:
+        return (sm.pmax(part, "y") * part).sum()[None]
+
+    return sm.shard_map(body, mesh=w.mesh, in_specs=P("y"), out_specs=P("y"))(w).sum()
+
+
+# The gradient of each calls a collective.
+LOSSES: dict[str, Callable[[Any], Any]] = {
+    "psum": sum_over_ranks,
+    "all_gather": gathered_in_map,
+    "pmax": largest_in_map,
+    "amax": lambda w: (w.amax(0) ** 2).sum(),
+    "pending max": lambda w: (
+        sm.ShardedTensor.from_local(w.to_local(), w.mesh, P(unreduced={"y": "max"})).redistribute(
+            P()
+        )
+        ** 2
+    ).sum(),
+    "roll": lambda w: (w.roll(1, 0) * w).sum(),
+    "jit": lambda w: sm.jit(lambda x: (x.roll(1, 0) * x).sum())(w),
+}
+
+
+@pytest.mark.parametrize("is_slice", [True, False])
+@pytest.mark.parametrize("loss_of", LOSSES.values(), ids=LOSSES)
+def test_collectives_in_the_backward_of_a_loss_that_some_ranks_lack(
+    loss_of: Callable[[Any], Any], is_slice: bool
+) -> None:
+    """On one of two slices, and on a mesh of all ranks but one."""
+
+    def fn(odd: int | None) -> Any:
+        if is_slice:
+            y = slices(4)[1]
+        else:
+            y = sm.DeviceMesh("cpu", [0, 1, 2, 3], axis_names=("y",))
+            if y.coordinate is None:
+                return None
+        ws = [
+            sm.device_put(values(8, 4) * n, y, P("y"), src_data_rank=None).requires_grad_()
+            for n in (1, 2)
+        ]
+        losses = [loss_of(w) for w in ws]
+        buffer = current_world().trace_buffer
+        before = buffer.last.number
+        for loss in losses[::-1] if current_world().rank == odd else losses:
+            loss.backward()
+        in_backward = [record for record in buffer.records() if record.number > before]
+        assert in_backward
+        assert all(record.lineage for record in in_backward)
+
+    ranks, odd = (8, 6) if is_slice else (5, 2)
+    simulate(ranks, prints="plain")(fn)(None)
+    with pytest.raises(sm.errors.CollectiveMismatchError) as caught:
+        simulate(ranks, prints="plain")(fn)(odd)
+    assert caught.value.ranks == (odd,)
+    assert caught.value.verdict.field == "lineage"
+
+
 # -- numbers ---------------------------------------------------------------------------------------
 
 
