@@ -132,7 +132,8 @@ def memory_of(form: Form, model: Description, rank: int) -> Memory:
         reduction = _REDUCED * largest
         of_blocks += costs.largest_block() / shards  # cast for the next gather
     in_blocks = whole + _IN_USE * of_blocks + head
-    products = _IN_USE * largest + max(reduction, opened)
+    # all gradients of a block; as they are copied into a buffer, its gathered parameters are freed
+    products = reduction or _IN_USE * largest + opened
     of_experts = 1 + more if block.experts else 1.0
     begin = scale * (again + of_experts * costs.block_transient)
     if form.pp > 1:
