@@ -71,6 +71,15 @@ def live_microbatches(form: Form, rank: int) -> float:
     return min(m, p)
 
 
+def forwards_before_backward(form: Form, rank: int) -> int:
+    """Return how many forwards a pipeline's rank with one stage runs before its first backward.
+
+    With zb_h1 as many as with 1f1b: its ranks hold more since backwards for weights wait.
+    """
+    m = form.microbatches
+    return m if form.schedule == "gpipe" else min(m, form.pp - rank)
+
+
 def stages_of_rank(form: Form, rank: int) -> list[int]:
     """Return the stages of a rank of the pipeline; they go round the ranks."""
     return [rank + form.pp * chunk for chunk in range(form.stages)]
@@ -132,7 +141,8 @@ def memory_of(form: Form, model: Description, rank: int) -> Memory:
         reduction = _REDUCED * largest
         of_blocks += costs.largest_block() / shards  # cast for the next gather
     in_blocks = whole + _IN_USE * of_blocks + head
-    products = _IN_USE * largest + max(reduction, opened)
+    # all gradients of a block; as they are copied into a buffer, its gathered parameters are freed
+    products = reduction or _IN_USE * largest + opened
     of_experts = 1 + more if block.experts else 1.0
     begin = scale * (again + of_experts * costs.block_transient)
     if form.pp > 1:

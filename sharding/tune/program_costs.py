@@ -29,7 +29,8 @@ from ..abstract.peak_memory import PeakMemory
 from ..layout.layout import Layout
 from ..layout.spec import P
 from ..tensor.sharded_tensor import ShardedTensor
-from .description import Description
+from ..trees import tensors_in
+from .description import Description, default_loss
 from .form import Form
 from .memory import memory_of
 from .program import mesh_axes, program_text
@@ -81,8 +82,8 @@ def check(form: Form, model: Description, times: StepTimes) -> Check:
         return Check(why_not=reason)
     try:
         program = evaluate(form, model)
-    except (RuntimeError, ValueError) as error:  # such as one of a model that reads values
-        return Check(why_not=shortened(str(error), 200))
+    except Exception as error:  # of the model: it reads values, or its output has no logits
+        return Check(why_not=shortened(f"{type(error).__name__}: {error}", 200))
     received = sum(program.received.values())
     moved = sum(times.of(form, rank=0).moved.values())
     return Check(
@@ -101,10 +102,16 @@ def why_not_evaluated(form: Form, model: Description) -> str | None:
         return "attention that backward computes again is not one operator on meta"
     if form.ep > 1:
         return "how many rows go to a rank's experts depends on values"
+    if model.experts:
+        return "which rows an expert computes depends on values"
     if form.compiled:
         return "compiled blocks run on devices alone"
     if form.regather:
         return "the program saves what it gathers"
+    if model.loss is not default_loss:
+        return "the program has a loss of its own"
+    if sum(1 for _ in tensors_in((model.batch,))) > 1:
+        return "the program has a batch of its own, of one tensor"
     if model.kinds > 1 and model.layers > _MOST_BLOCKS:
         return "blocks are of several kinds"
     return None

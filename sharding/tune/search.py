@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from typing import Any, get_args
@@ -68,6 +68,11 @@ class Search:
     best_of: dict[tuple[str, Any], Candidate] = field(default_factory=dict)
     smallest_of: dict[tuple[str, Any], TooLarge] = field(default_factory=dict)
     refused: dict[tuple[str, Any], str] = field(default_factory=dict)
+
+    def without(self, forms: Collection[Form]) -> Search:
+        """Return the search without some forms that fit by the formulas."""
+        fitting = [candidate for candidate in self.fitting if candidate.form not in forms]
+        return replace(self, fitting=fitting, best_of=_fastest_of_families(fitting))
 
 
 def forms(
@@ -201,15 +206,20 @@ def search(
                 if smallest is None or memory.total < smallest.memory.total:
                     result.smallest_of[family] = TooLarge(form, memory)
             continue
-        candidate = Candidate(form, times.of(form), rank, memory)
-        result.fitting.append(candidate)
-        for family in families:
-            best = result.best_of.get(family)
-            if best is None or candidate.time.total < best.time.total:
-                result.best_of[family] = candidate
+        result.fitting.append(Candidate(form, times.of(form), rank, memory))
     result.refused = {family: why for family, why in result.refused.items() if family not in takes}
     result.fitting.sort(key=lambda candidate: candidate.time.total)
+    result.best_of = _fastest_of_families(result.fitting)
     return result
+
+
+def _fastest_of_families(fitting: Sequence[Candidate]) -> dict[tuple[str, Any], Candidate]:
+    """Return (family, value) -> its first candidate."""
+    best_of: dict[tuple[str, Any], Candidate] = {}
+    for candidate in fitting:
+        for name in FAMILIES:
+            best_of.setdefault((name, getattr(candidate.form, name)), candidate)
+    return best_of
 
 
 def is_neighbour(form: Form, near: Form) -> bool:

@@ -25,7 +25,7 @@ from ..parallel.pipeline.make_schedule import make_schedule
 from .counts import Phase
 from .description import Costs, Description
 from .form import Form, Group
-from .memory import live_microbatches, stages_of_rank
+from .memory import forwards_before_backward, stages_of_rank
 from .prices import Prices
 
 _IN_USE, _REDUCED, _OWN = 2, 4, 4  # bytes of an element: gathered, summed, and at rest
@@ -246,21 +246,22 @@ class StepTimes:
         exposed_forward = self._beside(units.block_forward.seconds, block_gather)
         exposed_backward = self._beside(units.block_backward.seconds, backward_shards)
         last = len(split.layers) - 1
-        forwards, backwards, shard_times = [], [], []
+        forwards, backwards, shard_times, edge_gather_times = [], [], [], []
         for stage, count in enumerate(split.layers):
             forward = count * units.block_forward.seconds
             backward = count * units.block_backward.seconds
             edge = _Elements(split.parameters[stage] - count * block)
             edge_gather, edge_reduction = sharing.gather(edge), sharing.reduction(edge)
-            shard_forward = (count - 1) * exposed_forward + block_gather + edge_gather
+            shard_forward = (count - 1) * exposed_forward + block_gather
             if stage == last:
                 forward += units.edge_forward.seconds
                 backward += units.edge_backward.seconds
                 edge_reduction = self._beside(units.edge_backward.seconds, edge_reduction)
             shard_backward = (count - 1) * exposed_backward + block_reduction + edge_reduction
-            forwards.append(forward + (shard_forward if per_microbatch else 0.0))
+            forwards.append(forward + (shard_forward + edge_gather if per_microbatch else 0.0))
             backwards.append(backward + (shard_backward if per_microbatch else 0.0))
             shard_times.append(form.gathers * shard_forward + form.reductions * shard_backward)
+            edge_gather_times.append(edge_gather)
 
         if rank is None:
             rank = max(
@@ -276,12 +277,13 @@ class StepTimes:
             total = total.plus(units.edge_forward, m).plus(units.edge_backward, m)
         held = sum(split.parameters[stage] for stage in own)
         # Of parameters in use. Blocks are gathered once more for backward; the outermost unit is
-        # not freed until then, so that forwards before the first backward gather it once.
+        # not freed until then, by zb_h1 at the backward for inputs, so that forwards before the
+        # first backward gather it once.
         of_edges = _Elements(held - blocks * block)
         in_use = of_edges.plus(used, blocks)
         edge_gathers = form.gathers
         if frees and form.pp > 1 and form.stages == 1:
-            edge_gathers -= int(live_microbatches(form, rank)) - 1
+            edge_gathers -= forwards_before_backward(form, rank) - 1
         gathered = _Elements().plus(of_edges, edge_gathers).plus(used, form.gathers * blocks)
         if frees:
             gathered = gathered.plus(used, form.gathers * blocks)
@@ -331,7 +333,7 @@ class StepTimes:
             other=total.other,
             tp=total.tp,
             ep=total.ep,
-            fsdp=sum(shard_times[stage] for stage in own),
+            fsdp=sum(shard_times[stage] + edge_gathers * edge_gather_times[stage] for stage in own),
             cp=total.cp,
             dp=dp,
             copies=copied / (device.bandwidth * device.traffic),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -24,6 +24,7 @@ from .tuning import Tuning
 # Of a device's memory: the context and the buffers of communicators, and what the allocator loses.
 _CONTEXT, _FRAGMENTATION = 2e9, 0.05
 _FINALISTS = 24  # whose pipelines are simulated
+_MOST_TOO_LARGE = 48  # programs that are evaluated and do not fit
 _DEFAULT_NODE = 8
 
 
@@ -75,11 +76,12 @@ def tune(
         build: lines of a function `build()` for the program.
         top: the number of forms in the table.
         check: for how many of the fastest forms the program itself is evaluated, as `eval_shape`
-            evaluates functions. A form whose program does not fit is left out.
+            evaluates functions. A form whose program does not fit is left out and the next one is
+            evaluated, until 48 do not fit.
 
     Raises:
-        ValueError: an unknown device or field; an imbalance below 1; a model without blocks that
-            repeat, or that reads values; no form divides, or none fits.
+        ValueError: an unknown device or field; a count below 1; an imbalance below 1; a model
+            without blocks that repeat, or that reads values; no form divides, or none fits.
 
     Communication: none.
 
@@ -92,7 +94,10 @@ def tune(
     """
     chosen = device_of(device)
     _check_count("devices", devices, 1)
+    _check_count("top", top, 1)
     _check_count("check", check, 0)
+    if node is not None:
+        _check_count("node", node, 1)
     if max_microbatch is not None:
         _check_count("max_microbatch", max_microbatch, 1)
     if memory is not None:
@@ -113,16 +118,26 @@ def tune(
     def time_of(form: Form) -> StepTime:
         return times.of(form, simulate=True)
 
-    finalists = [replace(c, time=time_of(c.form)) for c in searched.fitting[:_FINALISTS]]
-    finalists.sort(key=lambda candidate: candidate.time.total)
-    finalists, too_large = _checked(finalists, described, times, usable, check)
+    def evaluated(form: Form) -> program_costs.Check:
+        return program_costs.check(form, described, times)
+
+    finalists, needs = _finalists(searched.fitting, time_of, evaluated, usable, check)
+    too_large = [
+        f"{form}: its program needs {size(peak)} of {size(usable)}" for form, peak in needs.items()
+    ]
+    if needs:
+        searched = searched.without(needs)
+    rest = len(searched.fitting) - len(finalists) if len(finalists) < check else 0
+    if rest:
+        too_large.append(f"{rest:,} more forms: not evaluated after {len(needs)} that do not fit")
     if not finalists:
-        raise ValueError(f"tune: no form fits: {'; '.join(too_large)}")
+        raise _no_program(needs, rest, usable)
     best = finalists[0]
     shown = finalists[:top]
     if near is not None and near.devices == devices and why_not(near, described) is None:
         rank, held = peak_memory(near, described)
-        if held.total <= usable and all(candidate.form != near for candidate in shown):
+        fits = held.total <= usable and near not in needs
+        if fits and all(candidate.form != near for candidate in shown):
             shown.append(Candidate(near, time_of(near), rank, held))
     # what is compared with the best has a simulated pipeline, too
     best_of = {
@@ -146,32 +161,49 @@ def _check_count(name: str, value: Any, least: int) -> None:
         raise ValueError(f"tune({name}={value!r}): a whole number from {least}")
 
 
-def _checked(
-    finalists: Sequence[Candidate],
-    model: Description,
-    times: StepTimes,
+def _finalists(
+    fitting: Sequence[Candidate],
+    time_of: Callable[[Form], StepTime],
+    check: Callable[[Form], program_costs.Check],
     usable: float,
     count: int,
-) -> tuple[list[Candidate], list[str]]:
-    """Evaluate the programs of the first few forms that fit.
+) -> tuple[list[Candidate], dict[Form, float]]:
+    """Simulate pipelines, and evaluate the programs of the fastest forms until so many fit.
 
     Returns:
-        The forms, without those whose program needs more memory than is usable; and of these, what
-        it needs.
+        The fastest forms, without those whose program needs more memory than is usable; and these,
+        with the bytes that they need. Once there are `_MOST_TOO_LARGE`, no more are evaluated.
     """
     kept: list[Candidate] = []
-    too_large: list[str] = []
-    for candidate in finalists:
-        if len(kept) >= count:
-            kept.append(candidate)
-            continue
-        result = program_costs.check(candidate.form, model, times)
-        if result.peak > usable:
-            needs = f"{size(result.peak)} of {size(usable)}"
-            too_large.append(f"{candidate.form}: its program needs {needs}")
-        else:
-            kept.append(replace(candidate, checked=result))
-    return kept, too_large
+    too_large: dict[Form, float] = {}
+    for begin in range(0, len(fitting), _FINALISTS):
+        if begin and (len(kept) >= count or len(too_large) >= _MOST_TOO_LARGE):
+            break
+        group = [replace(c, time=time_of(c.form)) for c in fitting[begin : begin + _FINALISTS]]
+        for candidate in sorted(group, key=_seconds):
+            if len(kept) >= count:
+                kept.append(candidate)
+            elif len(too_large) < _MOST_TOO_LARGE:
+                result = check(candidate.form)
+                if result.peak > usable:
+                    too_large[candidate.form] = result.peak
+                else:
+                    kept.append(replace(candidate, checked=result))
+    return sorted(kept, key=_seconds), too_large
+
+
+def _seconds(candidate: Candidate) -> float:
+    return candidate.time.total
+
+
+def _no_program(needs: Mapping[Form, float], rest: int, usable: float) -> ValueError:
+    """Return the error for a model of which no evaluated program fits."""
+    form = min(needs, key=lambda form: needs[form])
+    more = f", and {rest:,} more forms were not evaluated" if rest else ""
+    return ValueError(
+        f"tune: none of {len(needs)} evaluated programs fits{more}: the smallest ({form}) needs "
+        f"{size(needs[form])} of {size(usable)}; check=0 takes the forms that fit by the formulas"
+    )
 
 
 def _nothing(

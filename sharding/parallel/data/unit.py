@@ -597,7 +597,6 @@ class UnitStep:
         """
         unit, scale = self.unit, self._scale
         unit.schedule.on_backward()
-        unit.release()
         if not unit.controls.reduces_grads:
             unit.held.hold(grads, self._unsharded_grads(grads, writer), scale)
             nothing: Grads = [None] * len(grads)
@@ -704,7 +703,6 @@ class UnitStep:
         Communication: that of redistributing the gradients.
         """
         plan = self.unit.plan
-        self.unit.release()
         bases = [slot.base for slot in plan.slots]
         rests = [slot.rest for slot in plan.slots]
         with plan.summing_grads():
@@ -734,6 +732,7 @@ class _GatherParams(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         step: UnitStep = ctx.step
+        step.unit.release()  # before the gradients are written to a buffer, which takes its memory
         needed = zip(grads, ctx.needs_input_grad[1:], strict=True)
         whole, writer = step.take_grads([grad if needs else None for grad, needs in needed])
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in whole):

@@ -8,6 +8,7 @@ counts what tensors take; what an allocator reserves beyond is not in it.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,6 +42,7 @@ MEMORY = 0.05
 BYTES = 0.02
 TP_LAUNCHES = 0.15  # sums of the gradients of norms, of each unit or of several together
 SIMULATED = 0.07
+H100 = device_of("h100")
 
 FAST = [
     Form(fsdp=4, rows=4),
@@ -160,6 +162,49 @@ def collectives(report: CommReport) -> dict[str, int]:
             axis = "fsdp"  # over the shards, whatever their axes are
         launches[axis] = launches.get(axis, 0) + count
     return launches
+
+
+@pytest.mark.parametrize("schedule", [slow("1f1b"), "zb_h1"])
+def test_bytes_of_the_last_rank_of_a_pipeline(schedule, described, folder):
+    """It runs one forward before its first backward, which frees the gathered parameters."""
+    form = Form(pp=2, fsdp=2, rows=2, microbatches=4, schedule=schedule)
+    names, begins = program(form, described, folder), {}
+    rows_of = names["rows_of"]
+
+    def begin(step: int, mesh: Any) -> Any:
+        if step == 1:
+            report = comm_report()
+            begins[sm.process_index()] = report, report.__enter__()
+        return rows_of(step, mesh)
+
+    def received() -> tuple[int, int]:
+        names["main"](device="cpu", steps=2)
+        report, counts = begins[sm.process_index()]
+        report.__exit__(None, None, None)
+        return (
+            sum(size for source, (_, size) in counts.by_source.items() if source.axis == "fsdp"),
+            collectives(counts)["fsdp"],
+        )
+
+    names["rows_of"] = begin
+    by_rank = sm.simulate(form.devices)(received)()
+    times = StepTimes(described, Prices(H100, H100.topology(8), 8))
+    for rank in range(form.pp):
+        time = times.of(form, rank=rank)
+        size, launches = by_rank[rank * form.fsdp]
+        assert time.moved["fsdp"] == pytest.approx(size, rel=BYTES)
+        assert time.launches["fsdp"] == launches
+
+
+def test_time_of_gathers_of_the_edges(described):
+    """With gpipe all forwards come before the first backward, and gather the embedding once."""
+    times = StepTimes(described, Prices(H100, H100.topology(8), 8))
+    form = Form(pp=2, fsdp=2, rows=2, microbatches=4, schedule="gpipe")
+    once, often = times.of(form, rank=0), times.of(replace(form, schedule="1f1b"), rank=0)
+    elements = SIZES["vocab_size"] * SIZES["hidden_size"]
+    prices = Prices(H100, H100.topology(8), 8)
+    gather = prices.seconds("all_gather", 2 * elements / 2, form.group("shards", 8))
+    assert often.fsdp - once.fsdp == pytest.approx(2 * gather)  # of 1 and of 3
 
 
 RANKS = [
