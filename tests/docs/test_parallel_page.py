@@ -383,8 +383,12 @@ def test_program_with_experts_of_transformers():
     _ranks(2, program)
 
 
+def test_names_of_the_page_about_fsdp2():
+    assert {"colwise", "fully_shard"} <= _run("import colwise, data_parallel", {}).keys()
+
+
 def test_every_program_is_run():
-    assert len(PROGRAMS) == 20
+    assert len(PROGRAMS) == 21
 
 
 # -- the table of forms ----------------------------------------------------------------------------
