@@ -294,12 +294,10 @@ def main() -> None:
         if options.json:
             options.json.write_text(json.dumps(faults))
         return
-    blocks = {
-        case.ranks: sm.launch(measure, case.ranks, (case,))[0]
-        for case in (QUICK if options.quick else FULL)
-    }
+    cases = QUICK if options.quick else FULL
+    blocks = {case.ranks: sm.launch(measure, case.ranks, (case,))[0] for case in cases}
     print(environment_line(environment()))
-    for case in QUICK if options.quick else FULL:
+    for case in cases:
         show_cost(case, blocks[case.ranks])
     if options.json:
         options.json.write_text(json.dumps(blocks))

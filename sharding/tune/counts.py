@@ -37,7 +37,7 @@ _FREE |= {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_stride
 _PICKING = frozenset({"embedding", "index", "index_select", "gather", "nll_loss_forward"})
 _PICKING |= {"nll_loss2d_forward"}
 
-_FUSED_ON_META = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+FUSED_ON_META = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 Kind = Literal["matmul", "attention", "other"]
 
@@ -334,9 +334,9 @@ class WithoutValues(TorchFunctionMode):
     positions: the batch has no padding, and no sequences are packed.
     """
 
-    def __init__(self, counts: OperatorCounts) -> None:
-        super().__init__()
-        self._counts = counts
+    def attention(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute `F.scaled_dot_product_attention` of local tensors by one operator."""
+        raise NotImplementedError
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -346,13 +346,25 @@ class WithoutValues(TorchFunctionMode):
             if any(isinstance(x, ShardedTensor) for x in args):
                 with self:  # the operator of the parts comes back here
                     return ShardedTensor.__torch_function__(func, types, args, kwargs)
-            return _fused_attention(self._counts, *args, **kwargs)
-        if func is _FUSED_ON_META:  # what the operator of the parts calls
-            query, key, value, dropout, is_causal = args
-            return _fused_attention(
-                self._counts, query, key, value, dropout_p=dropout, is_causal=is_causal
-            ), None
+            return self.attention(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+class CountedWithoutValues(WithoutValues):
+    """`WithoutValues`, and what attention takes is added to counts."""
+
+    def __init__(self, counts: OperatorCounts) -> None:
+        super().__init__()
+        self._counts = counts
+
+    def attention(self, *args: Any, **kwargs: Any) -> Tensor:
+        return _fused_attention(self._counts, *args, **kwargs)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is FUSED_ON_META:  # what the operator of the parts calls
+            query, key, value, dropout, is_causal = args
+            return self.attention(query, key, value, dropout_p=dropout, is_causal=is_causal), None
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def _fused_attention(

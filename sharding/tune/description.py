@@ -29,7 +29,7 @@ from ..parallel.experts.transformers_experts import why_not_moe
 from ..parallel.tensor.plan import parallelize
 from ..tensor.sharded_tensor import ShardedTensor
 from ..trees import map_tensors, tensors_in
-from .counts import OperatorCounts, Phase, Progress, WithoutValues
+from .counts import CountedWithoutValues, OperatorCounts, Phase, Progress
 from .plans import own_plan, sequence_plan, styles_of
 from .repeated import shorten
 from .variants import backward_transient, compile_tape, eager, fused, received_in_block, select
@@ -357,7 +357,7 @@ def _run_once(model: nn.Module, batch: Any, loss: Loss, blocks: str, *, is_compi
     counts = OperatorCounts([*parameters, *model.buffers()])
     places = _Places(model, blocks, counts)
     hooks = torch.autograd.graph.saved_tensors_hooks(counts.save, lambda x: x)
-    with WithoutValues(counts), places:
+    with CountedWithoutValues(counts), places:
         with counts, hooks, comm_report() as report:
             counts.report = report
             value = loss(call(model, batch), batch)

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from ...mesh.comm.null import null_world
 from ...mesh.comm.report import CommReport, comm_report
@@ -30,6 +29,7 @@ from ..layout.layout import Layout
 from ..layout.spec import P
 from ..tensor.sharded_tensor import ShardedTensor
 from ..trees import tensors_in
+from .counts import FUSED_ON_META, WithoutValues
 from .description import Description, default_loss
 from .form import Form
 from .memory import memory_of
@@ -190,7 +190,7 @@ def _run(form: Form, model: Description) -> ProgramCosts:
         parts = (torch.empty(layout.local_shape, dtype=dtype, device="meta") for _ in range(2))
         return tuple(ShardedTensor._make(part, layout) for part in parts)
 
-    with null_world(form.devices, 0), memory, _FusedAttention(), measured:
+    with null_world(form.devices, 0), memory, _FlashAttention(), measured:
         main(rows_of)
     received, launches = _by_axis(reports[0])
     return ProgramCosts(float(memory.peak), received, launches)
@@ -225,26 +225,16 @@ def _by_axis(report: CommReport) -> tuple[dict[str, float], dict[str, float]]:
     return received, launches
 
 
-class _FusedAttention(TorchFunctionMode):
-    """Inside, attention on "meta" is one operator, as on devices, and conditions are true.
+class _FlashAttention(WithoutValues):
+    """`WithoutValues`; attention on "meta" is one operator, as on devices."""
 
-    Models of Hugging Face ask whether a mask hides something: the batch has no padding.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is Tensor.__bool__ and args[0].is_meta:
-            return True
-        if func is F.scaled_dot_product_attention:
-            if any(isinstance(x, ShardedTensor) for x in args):
-                with self:  # the operator of the parts comes back here
-                    return ShardedTensor.__torch_function__(func, types, args, kwargs)
-            if all(x.is_meta for x in args[:3]):
-                return _fused(*args, **kwargs)
-        return func(*args, **kwargs)
+    def attention(self, *args: Any, **kwargs: Any) -> Tensor:
+        if not all(x.is_meta for x in args[:3]):
+            return F.scaled_dot_product_attention(*args, **kwargs)
+        return _flash_attention(*args, **kwargs)
 
 
-def _fused(
+def _flash_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -252,6 +242,5 @@ def _fused(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     **_: Any,
-) -> Any:
-    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return fused(query, key, value, dropout_p, is_causal)[0]
+) -> Tensor:
+    return FUSED_ON_META(query, key, value, dropout_p, is_causal)[0]

@@ -22,7 +22,7 @@ from ..layout.spec import P
 from ..parallel.tensor.activations import along
 from ..parallel.tensor.plan import parallelize
 from ..trees import map_tensors, tensors_in
-from .counts import OperatorCounts, WithoutValues
+from .counts import CountedWithoutValues, OperatorCounts
 from .description import Loss, call, default_loss
 from .plan_search import Moved, PlanSearch, State, has_options
 from .repeated import BlockList, block_lists, shorten
@@ -373,7 +373,7 @@ class _Proposal:
 
         def step(module: nn.Module, batch: Any) -> None:
             parallelize(module, plan=plan, src_data_rank=None)
-            with WithoutValues(OperatorCounts([])):
+            with CountedWithoutValues(OperatorCounts([])):
                 value = self._loss(call(module, batch), batch)
                 if value.requires_grad:
                     value.backward()

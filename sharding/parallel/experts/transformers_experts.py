@@ -63,10 +63,10 @@ def why_not_moe(experts: nn.Module) -> str | None:
     if getattr(experts, "has_post_expert_norm", False):
         return f"{type(experts).__name__} has a norm after each expert"
     expected = set(_weights(experts))
-    names = {name for name, _ in experts.named_parameters()}
-    if names != expected:
-        found, wanted = (", ".join(sorted(some)) for some in (names, expected))
-        return f"{type(experts).__name__} has the weights {found}, not {wanted}"
+    actual = {name for name, _ in experts.named_parameters()}
+    if actual != expected:
+        weights, others = (", ".join(sorted(names)) for names in (actual, expected))
+        return f"{type(experts).__name__} has the weights {weights}, not {others}"
     return None
 
 

@@ -197,37 +197,30 @@ def test_what_nobody_holds_is_said():
     assert (decision.source, decision.providers, decision.lost) == (before, (), (0, 1))
 
 
-def test_a_version_from_before_a_rank_joined_is_not_asked_of_it():
-    """A rank ends while another one joins: some have confirmed, and all have what was before."""
-    before = Version(5, 0, 0, (0, 1, 2))
-    after = Version(5, 0, 1, (0, 1, 2, 3))
-    decision = protocol.Decision(1, after.members, before, before.members, ())
-    leader = protocol.interrupt(protocol.first_member(0, before.members, 0))
-    leader = protocol.lose(protocol.adopt(leader, decision), [2])
-    reports = {
-        rank: Report(rank, 1, after, versions)
-        for rank, versions in [(0, (after, before)), (1, (before,)), (3, (after,))]
-    }
-    decision = protocol.decide(leader, reports, None, lambda *_: ())
-    assert decision is not None
-    assert (decision.source, decision.providers) == (before, (0, 1))
-    assert decision.is_held_by_all
+BEFORE_IT_JOINED, AFTER_IT_JOINED = Version(5, 0, 0, (0, 1, 2)), Version(5, 0, 1, (0, 1, 2, 3))
+BOTH = (AFTER_IT_JOINED, BEFORE_IT_JOINED)
 
 
-def test_layouts_that_a_process_has_not_got_yet_are_not_chosen():
-    """A rank ends in the confirm, and the process that joins has received nothing yet."""
-    before = Version(5, 0, 0, (0, 1, 2))
-    after = Version(5, 0, 1, (0, 1, 2, 3))
+@pytest.mark.parametrize(
+    ("lost", "versions"),
+    [
+        # some have confirmed, and all have what was before, but for the one that has joined
+        (2, {0: BOTH, 1: (BEFORE_IT_JOINED,), 3: (AFTER_IT_JOINED,)}),
+        # it has received nothing yet, and all others have both
+        (0, {1: BOTH, 2: BOTH, 3: ()}),
+    ],
+)
+def test_a_loss_while_a_rank_joins(lost: int, versions: dict[int, tuple[Version, ...]]):
+    """Survivors go on from what was before it has joined, and do not ask it for that."""
+    before, after = BEFORE_IT_JOINED, AFTER_IT_JOINED
     decision = protocol.Decision(1, after.members, before, before.members, ())
-    leader = protocol.interrupt(protocol.first_member(1, before.members, 0))
-    leader = protocol.lose(protocol.adopt(leader, decision), [0])
-    reports = {
-        rank: Report(rank, 1, after, copies)
-        for rank, copies in [(1, (after, before)), (2, (after, before)), (3, ())]
-    }
+    leader = protocol.interrupt(protocol.first_member(min(versions), before.members, 0))
+    leader = protocol.lose(protocol.adopt(leader, decision), [lost])
+    reports = {rank: Report(rank, 1, after, held) for rank, held in versions.items()}
     decision = protocol.decide(leader, reports, None, lambda *_: ())
     assert decision is not None
-    assert (decision.source, decision.providers) == (before, (1, 2))
+    assert decision.source == before
+    assert decision.providers == tuple(rank for rank in before.members if rank != lost)
     assert decision.is_held_by_all
 
 

@@ -16,7 +16,7 @@ import shardmesh as sm
 from shardmesh import P
 from shardmesh.parallel import colwise, parallelize, rowwise, sequence_parallel
 from shardmesh.sharding.tune import propose
-from shardmesh.sharding.tune.counts import OperatorCounts, WithoutValues
+from shardmesh.sharding.tune.counts import CountedWithoutValues, OperatorCounts
 from shardmesh.sharding.tune.description import call
 from shardmesh.sharding.tune.plans import own_plan, sequence_plan, styles_of
 from shardmesh.sharding.tune.repeated import BlockList, block_lists
@@ -140,7 +140,7 @@ def _received(model: nn.Module, batch: Any, plan: Any, size: int) -> int:
 
     def step(module: nn.Module, inputs: Any) -> None:
         parallelize(module, plan=plan, src_data_rank=None)
-        with WithoutValues(OperatorCounts([])):
+        with CountedWithoutValues(OperatorCounts([])):
             _loss(call(module, inputs), inputs).backward()
 
     layouts = _mapped(batch, lambda x: sm.Layout.of(mesh, P(), x.shape, x.dtype))
