@@ -27,6 +27,15 @@ class Device:
             backward.
         traffic: fraction of `bandwidth` that other operators reach.
         launch: the shortest time of a kernel, in seconds.
+        again: by the kind of recomputation, "selective" or "full", the seconds that the host takes
+            for a kernel that is computed again, with what recomputation itself does in Python;
+            `launch` where it is not given.
+        message: seconds that sending a microbatch to another stage, or receiving one, takes of the
+            host, with the pipeline's own Python; 0 if kernels hide it.
+        split_backward: seconds that the host takes longer for an operator of a backward that runs
+            in two parts, as "zb_h1" has it.
+        arrival: by the number of ranks, by how many seconds a collective that computation waits for
+            takes longer than those that follow one another, as ranks do not arrive together.
         is_host: whether kernels run on the cores that launch them, so that launching takes time of
             its own.
         sharing: ranks for each core, all of whom compute at the rates above at the same time; a
@@ -50,6 +59,10 @@ class Device:
     attention_backward: float = 0.32
     traffic: float = 0.80
     launch: float = 7e-6
+    again: Mapping[str, float] = field(default_factory=dict)
+    message: float = 0.0
+    split_backward: float = 0.0
+    arrival: Mapping[int, float] = field(default_factory=dict)
     is_host: bool = False
     sharing: float = 1.0
     sums: Mapping[str, float] = field(default_factory=dict)

@@ -48,6 +48,11 @@ class Prices:
             return "topology"
         return "data sheet" if self._table(group, op) is None else "table"
 
+    def waited_for(self, op: str, received: float, group: Group, launches: float = 1) -> float:
+        """Return the time of collectives that computation waits for; see `seconds`."""
+        arrival = self.device.arrival.get(group.size, 0.0)
+        return self.seconds(op, received, group, launches) + launches * arrival
+
     def seconds(self, op: str, received: float, group: Group, launches: float = 1) -> float:
         """Return the time of collectives that bring each rank so many bytes in all.
 

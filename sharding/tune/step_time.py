@@ -22,6 +22,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..parallel.pipeline.make_schedule import make_schedule
+from ..parallel.pipeline.schedule import Schedule
+from ..parallel.pipeline.simulation import Costs as ActionCosts
+from ..parallel.pipeline.simulation import makespan_on_shared_cores
 from .counts import Phase
 from .description import Costs, Description
 from .form import Form, Group
@@ -49,6 +52,7 @@ class StepTime:
         fsdp: gathers and reductions over the shards, as far as nothing hides them.
         cp: keys and values, likewise.
         dp: reductions over replicas, likewise.
+        pp: what messages of the pipeline, and backwards in two parts, take of the host.
         copies: out of gathered buffers, and of gradients into the buffers that are reduced.
         bubble: the pipeline's idle time.
         optimizer: clipping and AdamW's step.
@@ -67,6 +71,7 @@ class StepTime:
     fsdp: float
     cp: float
     dp: float
+    pp: float
     copies: float
     bubble: float
     optimizer: float
@@ -92,6 +97,7 @@ class StepTime:
             + self.fsdp
             + self.cp
             + self.dp
+            + self.pp
             + self.copies
             + self.bubble
             + self.optimizer
@@ -246,7 +252,7 @@ class StepTimes:
         exposed_forward = self._beside(units.block_forward.seconds, block_gather)
         exposed_backward = self._beside(units.block_backward.seconds, backward_shards)
         last = len(split.layers) - 1
-        forwards, backwards, shard_times, edge_gather_times = [], [], [], []
+        forwards, backwards, shard_times, edge_gather_times, host_times = [], [], [], [], []
         for stage, count in enumerate(split.layers):
             forward = count * units.block_forward.seconds
             backward = count * units.block_backward.seconds
@@ -258,6 +264,14 @@ class StepTimes:
                 backward += units.edge_backward.seconds
                 edge_reduction = self._beside(units.edge_backward.seconds, edge_reduction)
             shard_backward = (count - 1) * exposed_backward + block_reduction + edge_reduction
+            passing = prices.device.message * ((stage > 0) + (stage < last))
+            splitting = 0.0
+            if form.schedule == "zb_h1":
+                operators = count * sum(costs.block.backward.kernels.values())
+                splitting = prices.device.split_backward * operators
+            forward += passing
+            backward += passing + splitting
+            host_times.append(2 * passing + splitting)
             forwards.append(forward + (shard_forward + edge_gather if per_microbatch else 0.0))
             backwards.append(backward + (shard_backward if per_microbatch else 0.0))
             shard_times.append(form.gathers * shard_forward + form.reductions * shard_backward)
@@ -296,9 +310,7 @@ class StepTimes:
         bubble = 0.0
         if form.pp > 1:
             hop = prices.seconds("permute", stream, form.group("pp", prices.node))
-            bubble_of = _simulated_bubble if simulate else _bubble
-            bubble = bubble_of(form, forwards, backwards, hop)
-            bubble = self._on_shared_cores(form, forwards, backwards, rank, bubble)
+            bubble = self._bubble(form, forwards, backwards, rank, hop, simulate=simulate)
         # from the stage before each, and from the one after it
         messages = sum((stage > 0) + (stage < last) for stage in own)
         device = prices.device
@@ -336,6 +348,7 @@ class StepTimes:
             fsdp=sum(shard_times[stage] + edge_gathers * edge_gather_times[stage] for stage in own),
             cp=total.cp,
             dp=dp,
+            pp=m * sum(host_times[stage] for stage in own),
             copies=copied / (device.bandwidth * device.traffic),
             bubble=bubble,
             rank=rank,
@@ -344,24 +357,33 @@ class StepTimes:
             launches={axis: count for axis, count in launches.items() if moved[axis]},
         )
 
-    def _on_shared_cores(
-        self, form: Form, forwards: list[float], backwards: list[float], rank: int, bubble: float
+    def _bubble(
+        self,
+        form: Form,
+        forwards: list[float],
+        backwards: list[float],
+        rank: int,
+        hop: float,
+        *,
+        simulate: bool,
     ) -> float:
-        """Return the bubble of a rank if others compute faster while it waits.
+        """Return by how much a step is longer than the work of a rank.
 
-        Cores are busy as long as one rank for each computes, so that a step takes the mean of the
-        ranks' work, or the busiest rank's with its bubble on cores of its own. Negative if the
-        busiest rank gets more than its share.
+        If ranks share cores, those that compute are faster while others wait. It may be negative
+        then, as a busiest rank gets more than its share.
         """
         sharing = self._prices.device.sharing
         if sharing == 1:
-            return bubble
-        busy = [
-            form.microbatches * sum(forwards[s] + backwards[s] for s in stages_of_rank(form, one))
-            for one in range(form.pp)
-        ]
-        step = max(sum(busy) / form.pp, (busy[rank] + bubble) / sharing)
-        return step - busy[rank]
+            bubble_of = _simulated_bubble if simulate else _bubble
+            return bubble_of(form, forwards, backwards, hop)
+        half = [value / 2 for value in backwards]
+        step = makespan_on_shared_cores(
+            _schedule(form).rows,
+            ActionCosts(forward=forwards, backward_input=half, backward_weight=half, latency=hop),
+            lambda ranks: min(sharing, form.pp / ranks),
+        )
+        own = sum(forwards[s] + backwards[s] for s in stages_of_rank(form, rank))
+        return step - form.microbatches * own
 
     def _beside(self, computing: float, moving: float) -> float:
         """Return by how much a collective next to computation makes it longer.
@@ -395,11 +417,16 @@ class StepTimes:
                 backward = backward.plus(rows)
                 if form.recompute != "none":
                     backward = backward.plus(rows).plus(counts)
+            launch_again = self._prices.device.again.get(form.recompute)
             if form.recompute == "full":
-                again = self._pass(costs.block.again_whole, costs.block, form, sends=1)
+                again = self._pass(
+                    costs.block.again_whole, costs.block, form, sends=1, launch=launch_again
+                )
                 backward = backward.plus(again)
             elif form.recompute == "selective":
-                again = self._pass(costs.block.again, costs.block, form, sends=0)
+                again = self._pass(
+                    costs.block.again, costs.block, form, sends=0, launch=launch_again
+                )
                 backward = backward.plus(again)
             units = _Units(
                 forward,
@@ -417,17 +444,24 @@ class StepTimes:
         rows = form.rows * costs.dispatched * (group.size - 1) / group.size
         counts = 8 * (self._model.experts + 1) * (group.size - 1)  # of the rows for each, int64
         exchange = _Pass(
-            ep=prices.seconds("all_to_all", 2 * busiest * rows, group, launches=2),
+            ep=prices.waited_for("all_to_all", 2 * busiest * rows, group, launches=2),
             ep_bytes=(busiest + 1) * rows,
             ep_launches=2,
         )
         numbers = _Pass(
-            ep=prices.seconds("all_gather", counts, group), ep_bytes=counts, ep_launches=1
+            ep=prices.waited_for("all_gather", counts, group), ep_bytes=counts, ep_launches=1
         )
         return exchange, numbers
 
     def _pass(
-        self, phase: Phase, costs: Costs, form: Form, *, sends: int, is_backward: bool = False
+        self,
+        phase: Phase,
+        costs: Costs,
+        form: Form,
+        *,
+        sends: int,
+        is_backward: bool = False,
+        launch: float | None = None,
     ) -> _Pass:
         """Return one microbatch of a unit in one direction.
 
@@ -435,6 +469,7 @@ class StepTimes:
             sends: how often the bytes of keys and values go round the ring; in backward also those
                 of their gradients, in float32, by permutes of their own.
             is_backward: whether attention runs backward.
+            launch: seconds of the shortest kernel, by default the device's.
         """
         prices, device = self._prices, self._prices.device
         scale = form.rows / form.cp
@@ -447,7 +482,7 @@ class StepTimes:
         attention /= device.flops * fraction
         tp_group = form.group("tp", prices.node)
         tp = sum(
-            prices.seconds(op, received * scale * device.sums.get(op, 1.0), tp_group, launches)
+            prices.waited_for(op, received * scale * device.sums.get(op, 1.0), tp_group, launches)
             for op, (launches, received) in phase.communication.items()
         )
         ring_bytes = (form.cp - 1) * sends * scale * costs.keys_and_values
@@ -464,7 +499,7 @@ class StepTimes:
                 launches = self._model.experts / form.ep
             moving = (kernel.moved * rows + fixed) / (device.bandwidth * device.traffic)
             computing = kernel.flops * rows / (device.flops * device.matmul)
-            launching = launches * device.launch
+            launching = launches * (device.launch if launch is None else launch)
             seconds = max(moving, computing)
             seconds = count * (seconds + launching if device.is_host else max(seconds, launching))
             if kernel.kind == "matmul":
@@ -496,17 +531,20 @@ def _bubble(form: Form, forwards: list[float], backwards: list[float], hop: floa
 def _simulated_bubble(
     form: Form, forwards: list[float], backwards: list[float], hop: float
 ) -> float:
-    schedule = make_schedule(
+    half = [value / 2 for value in backwards]
+    timeline = _schedule(form).simulate(
+        forward=forwards, backward_input=half, backward_weight=half, latency=hop
+    )
+    return timeline.bubble
+
+
+def _schedule(form: Form) -> Schedule:
+    return make_schedule(
         form.schedule,
         form.pp,
         form.microbatches,
         stages_per_rank=form.stages if form.schedule in ("interleaved", "zb_h1") else None,
     )
-    half = [value / 2 for value in backwards]
-    timeline = schedule.simulate(
-        forward=forwards, backward_input=half, backward_weight=half, latency=hop
-    )
-    return timeline.bubble
 
 
 def model_flops(model: Description) -> float:

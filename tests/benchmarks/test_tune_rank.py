@@ -6,10 +6,12 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-import shardmesh as sm
+from shardmesh.sharding.tune.form import Group
+from shardmesh.sharding.tune.prices import Prices
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,18 +39,42 @@ def test_forms(tune_rank):
         assert form.dp * form.fsdp * form.rows * form.microbatches == tune_rank.WHOLE["rows"]
 
 
-def test_measured_rates_price_computation(tune_rank):
-    link = sm.topology.Link(1e-5, 1e9)
-    topology = sm.topology.Topology(link, link, 1e10, node_size=4)
+def rates_of(tune_rank: Any, factor: float) -> Any:
+    collectives = {"all_gather": {2: (1e-5, 1e9), 4: (3e-5 * factor, 1e9)}}
+    again, arrival = {"full": 3e-6, "selective": 1e-5}, {2: 1e-4, 4: 2e-4}
     sums = {"all_reduce": 1.5}
-    rates = tune_rank.Rates(1e11, 2e10, 1e10, 2e-6, sums, topology)
+    return tune_rank.Rates(
+        1e11 * factor, 2e10, 1e10, 2e-6, again, 1e-3, 1e-6, sums, collectives, arrival
+    )
+
+
+def test_measured_rates_price_computation(tune_rank):
+    rates = rates_of(tune_rank, 1.0)
     device = tune_rank.device_of_rates(rates)
     assert device.flops * device.matmul == 1e11
     assert device.flops * device.attention == device.flops * device.attention_backward == 2e10
-    assert device.sums is sums
-    assert device.local is link
     assert device.is_host
     assert device.sharing >= 1
+    for name in ("launch", "again", "message", "split_backward", "sums", "collectives", "arrival"):
+        assert getattr(device, name) == getattr(rates, name)
+    prices = Prices(device, device.topology(4), 4)
+    assert prices.source(Group(4, 4), "all_gather") == "table"
+
+
+def test_the_median_of_rates_is_that_of_each_number(tune_rank):
+    middle = tune_rank.median_of([rates_of(tune_rank, factor) for factor in (3.0, 1.0, 2.0)])
+    assert middle == rates_of(tune_rank, 2.0)
+
+
+def test_tiny_programs_have_the_operators_of_the_whole_model(tune_rank):
+    pytest.importorskip("transformers")
+    tiny = tune_rank.tiny_programs(tune_rank._config(16, 16, 4), "def build(): ...")
+    costs = tune_rank._described(tune_rank._config(64, 32, 4), 4, 32).costs(1)
+    block, edges = costs.block, costs.edges
+    phases = [block.forward, block.backward] * 4 + [edges.forward, edges.backward]
+    assert tiny.operators == sum(sum(phase.kernels.values()) for phase in phases)
+    assert tiny.again["full"] == 4 * sum(block.again_whole.kernels.values())
+    assert len(set(tiny.texts.values())) == len(tiny.texts)
 
 
 @pytest.mark.slow

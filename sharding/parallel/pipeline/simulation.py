@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Literal, TypeAlias
@@ -164,6 +164,59 @@ def simulate(
         tuple(stages_per_rank),
         tuple(row.peak for row in shards),
     )
+
+
+def makespan_on_shared_cores(rows: Rows, costs: Costs, speed: Callable[[int], float]) -> float:
+    """Return when the last action ends, if ranks that wait leave their cores to the others.
+
+    Args:
+        costs: of actions at speed 1, as if all ranks computed all the time; gathers, reductions and
+            the optimizer are left out.
+        speed: how fast each rank computes while so many compute.
+    """
+    prove(rows)
+    rank_of = stages_of(rows)
+    last_stage = max(rank_of)
+    costs.check(last_stage + 1)
+    ends: dict[Action, float] = {}
+    slots = [0] * len(rows)
+    remaining: dict[int, float] = {}  # of the actions that run, by rank
+    now = 0.0
+
+    def arrival(rank: int) -> float | None:
+        """Return when the operands of a rank's next action are there; None if it has to wait."""
+        arrived = now
+        for action in actions_of(rows[rank][slots[rank]]):
+            for operand in action.operands(last_stage):
+                if operand not in ends:
+                    return None
+                moved = rank_of[operand.stage] != rank
+                arrived = max(arrived, ends[operand] + (costs.latency if moved else 0))
+        return arrived
+
+    while True:
+        arrivals: list[float] = []
+        for rank, row in enumerate(rows):
+            if rank in remaining or slots[rank] == len(row):
+                continue
+            arrived = arrival(rank)
+            if arrived is not None and arrived <= now:
+                remaining[rank] = costs.of(row[slots[rank]])
+            elif arrived is not None:
+                arrivals.append(arrived)
+        if not remaining and not arrivals:
+            return now
+        rate = speed(len(remaining)) if remaining else 1.0
+        shortest = min(remaining.values(), default=math.inf)
+        then = min([now + shortest / rate, *arrivals])
+        done = shortest if then == now + shortest / rate else (then - now) * rate
+        finished = [rank for rank, rest in remaining.items() if rest <= done]
+        remaining = {rank: rest - done for rank, rest in remaining.items() if rest > done}
+        now = then
+        for rank in finished:
+            for action in actions_of(rows[rank][slots[rank]]):
+                ends[action.result] = now
+            slots[rank] += 1
 
 
 class _ShardsOfRow:

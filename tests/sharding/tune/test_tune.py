@@ -224,6 +224,33 @@ def test_a_rank_that_waits_leaves_its_core_to_others(seconds_on):
     assert seconds_on(balanced, sharing=2.0).attention == seconds_on(balanced).attention
 
 
+def test_what_the_host_takes_for_recomputation_messages_and_split_backwards(seconds_on):
+    form = Form(fsdp=4, rows=4, recompute="selective")
+    costs = Description(tiny.model(), tiny.ids(16)).costs(1)
+    again = costs.block.again
+    slow = seconds_on(form, is_host=True, again={"selective": 1.0, "full": 100.0})
+    operators = tiny.LAYERS * sum(again.kernels.values())
+    assert slow.matmul + slow.other == pytest.approx(operators, rel=1e-3)
+    for schedule in ("1f1b", "zb_h1"):
+        form = Form(pp=4, rows=4, microbatches=4, schedule=schedule)
+        before = seconds_on(form, sharing=4.0, is_host=True)
+        after = seconds_on(form, sharing=4.0, is_host=True, message=1.0)
+        # One core for all: 4 microbatches, to and fro over 3 links with 2 ends, over 4 ranks.
+        assert after.total - before.total == pytest.approx(4 * 2 * 3 * 2 / 4)
+        split = seconds_on(form, sharing=4.0, is_host=True, split_backward=1.0)
+        operators = sum(costs.block.backward.kernels.values())
+        expected = 4 * tiny.LAYERS * operators / 4 if schedule == "zb_h1" else 0.0
+        assert split.total - before.total == pytest.approx(expected)
+
+
+def test_collectives_that_computation_waits_for(seconds_on):
+    """Those of tp are; gathers of parameters run beside computation."""
+    form = Form(tp=2, fsdp=2, rows=8)
+    before, after = seconds_on(form), seconds_on(form, arrival={2: 1.0})
+    assert after.tp - before.tp == pytest.approx(before.launches["tp"])
+    assert after.fsdp == before.fsdp
+
+
 def test_sums_in_bfloat16(seconds_on):
     form = Form(tp=2, dp=2, rows=8)
     slower = seconds_on(form, sums={"all_reduce": 3.0})

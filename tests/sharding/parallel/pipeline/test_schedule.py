@@ -11,6 +11,7 @@ import pytest
 
 import shardmesh as sm
 from shardmesh.sharding.parallel.pipeline.actions import Action, actions_of
+from shardmesh.sharding.parallel.pipeline.simulation import Costs, makespan_on_shared_cores
 from tests.sharding.parallel.pipeline.random_tables import random_schedule, with_other_backwards
 
 Schedule = sm.parallel.Schedule
@@ -251,3 +252,34 @@ def test_errors_of_gathers():
         schedule.simulate(gather=[1, 1, 1])
     with pytest.raises(ValueError, match="gather_per='epoch': write 'microbatch' or 'step'"):
         schedule.simulate(gather_per="epoch")
+
+
+def test_ranks_with_cores_of_their_own_end_as_in_a_simulation():
+    rng = random.Random(0)
+    for _ in range(200):
+        schedule = random_schedule(rng)
+        costs = {name: rng.choice([0.0, 1.0, 1.5]) for name in ("forward", "backward_input")}
+        costs |= {"backward_weight": 1.0, "latency": rng.choice([0.0, 0.25])}
+        alone = makespan_on_shared_cores(schedule.rows, Costs(**costs), lambda ranks: 1.0)
+        assert alone == pytest.approx(schedule.simulate(**costs).makespan)
+
+
+def test_ranks_that_share_cores_compute_faster_while_others_wait():
+    two = Schedule([["0F0", "0B0"], ["1F0", "1B0"]])  # one of both computes at a time
+    assert makespan_on_shared_cores(two.rows, Costs(), lambda ranks: 2 / ranks) == 3.0
+    rng = random.Random(1)
+    for _ in range(200):
+        schedule = random_schedule(rng)
+        costs = Costs(forward=rng.choice([1.0, 2.0]), latency=rng.choice([0.0, 0.5]))
+        cores = rng.choice([1, 2])
+        n = schedule.ranks
+
+        def speed(ranks: int, cores: int = cores, n: int = n) -> float:
+            return min(1.0, cores / ranks) * n / cores  # 1 if all compute
+
+        work = sum(costs.of(cell) for row in schedule.rows for cell in row)
+        ends = makespan_on_shared_cores(schedule.rows, costs, speed)
+        assert work / n <= ends + 1e-9
+        assert (
+            ends <= schedule.simulate(forward=costs.forward, latency=costs.latency).makespan + 1e-9
+        )
