@@ -46,13 +46,15 @@ def program_text(form: Form, model: Description, build: str, node: int) -> str:
     has_pipeline = "pp" in axes
     plan = model.plan_of(form.sequence_parallel) if form.tp > 1 else {}
     has_experts = form.ep > 1
+    # experts that are not split compute each rank's own rows, those of the interface
+    calls_moe = bool(model.experts) and model.odd_experts is None and form.devices > 1
     if has_experts:
         plan = dict.fromkeys(model.expert_weights, _SPLIT)
     names = ["MixedPrecisionPolicy"]
     names += ["context_parallel"] if form.cp > 1 else []
     names += ["balance_sequence"] if form.balanced else []
     is_fsdp = bool(shards) and form.zero == 3
-    names += ["register_moe"] if has_experts else []
+    names += ["register_moe"] if calls_moe else []
     gathers_experts = has_experts and form.zero == 3
     names += ["fully_shard"] if gathers_experts and form.fsdp == 1 else []
     names += [] if has_pipeline else ["fully_shard" if is_fsdp else "data_parallel", "materialize"]
@@ -122,7 +124,7 @@ def program_text(form: Form, model: Description, build: str, node: int) -> str:
             f'        gather="{form.gather}",',
             "    )",
         ]
-        lines += _USE_MOE if has_experts else []
+        lines += _use_moe(form) if calls_moe else []
         if plan:
             lines += ["    pipe.parallelize(PLAN, inner)"]
         if has_experts:
@@ -134,7 +136,7 @@ def program_text(form: Form, model: Description, build: str, node: int) -> str:
         lines += [f'    pipe.{layer}, units="auto", mp_policy=policy)', "    pipe.materialize()"]
         trained = "pipe"
     else:
-        lines += _USE_MOE if has_experts else []
+        lines += _use_moe(form) if calls_moe else []
         if plan:
             lines += ["    parallelize(model, mesh, PLAN)"]
         if has_experts:
@@ -210,7 +212,10 @@ _BALANCED = [
     '    return ids, labels, {"position_ids": positions, "attention_mask": mask}',
 ]
 
-_USE_MOE = ['    model.set_experts_implementation(register_moe("ep"))']
+
+def _use_moe(form: Form) -> list[str]:
+    axis = '"ep"' if form.ep > 1 else "None"
+    return [f"    model.set_experts_implementation(register_moe({axis}))"]
 
 
 def _split_experts(form: Form) -> list[str]:

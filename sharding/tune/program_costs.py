@@ -102,7 +102,7 @@ def why_not_evaluated(form: Form, model: Description) -> str | None:
         return "attention that backward computes again is not one operator on meta"
     if form.ep > 1:
         return "how many rows go to a rank's experts depends on values"
-    if model.experts:
+    if model.experts and model.odd_experts is not None:
         return "which rows an expert computes depends on values"
     if form.compiled:
         return "compiled blocks run on devices alone"

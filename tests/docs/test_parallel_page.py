@@ -354,7 +354,8 @@ def test_program_with_metrics():
     _ranks(2, program)
 
 
-def test_program_with_experts_of_transformers():
+@pytest.mark.parametrize("axis", ["ep", "fsdp"])
+def test_program_with_experts_of_transformers(axis):
     transformers = pytest.importorskip("transformers")
     config = transformers.MixtralConfig(
         vocab_size=32,
@@ -374,10 +375,11 @@ def test_program_with_experts_of_transformers():
     expected = model_of()(tokens).logits
 
     def program():
-        mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("ep",))
+        mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=(axis,))
         model = model_of()
-        _run("register_moe", NAMES | {"P": P, "model": model, "mesh": mesh})
-        logits = model(sm.device_put(tokens, mesh, P("ep"))).logits
+        words = 'register_moe("ep")' if axis == "ep" else "register_moe(None)"
+        _run(words, NAMES | {"P": P, "model": model, "mesh": mesh})
+        logits = model(sm.device_put(tokens, mesh, P(axis))).logits
         torch.testing.assert_close(logits.full_tensor(), expected, rtol=1e-4, atol=1e-5)
 
     _ranks(2, program)
@@ -388,7 +390,7 @@ def test_names_of_the_page_about_fsdp2():
 
 
 def test_every_program_is_run():
-    assert len(PROGRAMS) == 21
+    assert len(PROGRAMS) == 22
 
 
 # -- the table of forms ----------------------------------------------------------------------------

@@ -346,7 +346,7 @@ def _check(
     experts, weights = routing
     check_sharded("moe", {"x": x, "routing.experts": experts, "routing.weights": weights})
     _check_params(params, axes)
-    _check_one_mesh({"x": x, "routing.experts": experts, "routing.weights": weights, **params})
+    check_one_mesh({"x": x, "routing.experts": experts, "routing.weights": weights, **params})
     _check_tokens(x, experts, weights)
     if capacity is not None and not 0 < capacity < math.inf:
         raise ValueError(
@@ -361,7 +361,7 @@ def _check_params(params: dict[str, Any], axes: tuple[str, ...]) -> None:
             "moe: params has no tensor; pass tensors with one slice per expert along dim 0"
         )
     check_sharded("moe", params)
-    _check_one_mesh(params)
+    check_one_mesh(params)
     first = next(iter(params.values()))
     if not axes or any(a not in first.mesh.axis_names for a in axes):
         raise ValueError(
@@ -376,7 +376,8 @@ def _check_params(params: dict[str, Any], axes: tuple[str, ...]) -> None:
         )
 
 
-def _check_one_mesh(tensors: dict[str, Any]) -> None:
+def check_one_mesh(tensors: dict[str, Any]) -> None:
+    """Raise ValueError for tensors that are not all on one mesh."""
     (name, first), *rest = tensors.items()
     for other, x in rest:
         if x.mesh is not first.mesh:

@@ -33,6 +33,7 @@ from shardmesh.sharding.tune.program import (
     program_text,
     titan_text,
 )
+from shardmesh.sharding.tune.program_costs import check
 from shardmesh.sharding.tune.step_time import StepTimes
 from tests.sharding.tune import tiny
 from tests.tiers import slow
@@ -259,6 +260,7 @@ class _Float32:
 
 
 FORMS = {
+    "fsdp": ("mixtral", Form(fsdp=4, rows=2)),
     "fsdp, ep": ("mixtral", Form(fsdp=2, ep=2, rows=1, microbatches=2)),
     "ep": ("mixtral", Form(ep=2, rows=4)),
     "dp, ep, recompute": ("mixtral", Form(dp=2, ep=2, rows=2, recompute="full")),
@@ -270,13 +272,20 @@ FORMS = {
     ),
     "fsdp, ep, zero 1": ("mixtral", Form(fsdp=2, ep=2, rows=1, microbatches=2, zero=1)),
     "ep, zero 2": ("mixtral", Form(ep=2, rows=2, microbatches=2, zero=2)),
+    "dp, fsdp": ("mixtral", Form(dp=2, fsdp=2, rows=1, microbatches=2)),
+    "fsdp, cp": ("mixtral", Form(fsdp=2, cp=2, rows=4)),
+    "fsdp, tp, sp": ("mixtral", Form(fsdp=2, tp=2, sequence_parallel=True, rows=4)),
+    "pp, fsdp": ("mixtral", Form(pp=2, fsdp=2, rows=2, microbatches=2, schedule="zb_h1")),
+    "fsdp, zero 1, gpt-oss": ("gpt-oss", Form(fsdp=4, rows=2, zero=1)),
+    "fsdp, recompute, qwen2": ("qwen2", Form(fsdp=4, rows=2, recompute="selective")),
+    "fsdp, compiled, deepseek": ("deepseek", Form(fsdp=4, rows=2, compiled=True)),
     "gpt-oss": ("gpt-oss", Form(fsdp=2, ep=2, rows=2)),
     "qwen2": ("qwen2", Form(ep=2, rows=4)),
     "deepseek": ("deepseek", Form(fsdp=2, ep=2, rows=2)),
 }
 
 
-@pytest.mark.parametrize("case", [*list(FORMS)[:1], *(slow(case) for case in list(FORMS)[1:])])
+@pytest.mark.parametrize("case", [*list(FORMS)[:2], *(slow(case) for case in list(FORMS)[2:])])
 def test_losses_are_those_of_one_rank(case, folder):
     name, form = FORMS[case]
     expected = losses(Form(rows=tiny.ROWS), name, folder)
@@ -349,3 +358,22 @@ def test_bytes_and_memory_of_the_program(form, folder):
     scalars = form.microbatches + 1  # losses, and the norm of gradients
     launches = sum(n for axis, (n, _) in report.by_axis.items() if axis != "dp")
     assert sum(time.launches.values()) == launches - scalars
+
+
+def test_whole_experts_receive_no_rows(folder):
+    """The bytes of DDP are those of gradients and scalars, of which there are two.
+
+    Evaluated without values the program receives the same.
+    """
+    form = Form(dp=4, rows=4)
+    model = described("larger")
+    device = device_of("h100")
+    times = StepTimes(model, Prices(device, device.topology(8), 8))
+    names = program(form, "larger", folder)
+    with null_world(form.devices, 0), sm.debug.comm_report() as report:
+        names["main"](device="cpu", steps=1)
+    assert sum(times.of(form).moved.values()) == pytest.approx(report.bytes_received, rel=1e-5)
+    evaluated = check(form, model, times)
+    assert evaluated.why_not == ""
+    assert sum(evaluated.received.values()) == report.bytes_received
+    assert evaluated.memory_error == pytest.approx(0, abs=0.005)

@@ -93,7 +93,69 @@ def test_results_and_gradients_are_those_of_one_rank(flags):
     sm.simulate(4)(program)()
 
 
+@pytest.mark.parametrize("rows", [ROWS - 2, 3], ids=["uneven", "a rank without rows"])
+@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: ", ".join(flags) or "plain")
+def test_each_rank_computes_its_own_rows(flags, rows):
+    """Whole experts, one of them without rows, on four ranks: no rank sends rows to others."""
+    experts = experts_of(**flags)
+
+    def own_inputs() -> list[torch.Tensor]:
+        some, chosen, weights = (x[:rows] for x in inputs())
+        return [some, chosen.clamp(min=1), weights]
+
+    plain = own_inputs()
+    for x in (plain[0], plain[2]):
+        x.requires_grad_()
+    expected = experts(*plain)
+    expected.square().sum().backward()
+
+    def program():
+        mesh = sm.init_device_mesh("cpu", (2, 2), axis_names=("dp", "fsdp"))
+        module = parallelize(experts_of(**flags), mesh, {})
+        module.config._experts_implementation = register_moe(None)
+        parts = [sm.device_put(x, mesh, P(("dp", "fsdp"))) for x in own_inputs()]
+        for x in (parts[0], parts[2]):
+            x.requires_grad_()
+        with sm.debug.comm_report() as report:
+            out = module(*parts)
+            out.square().sum().backward()
+        assert report.by_operator.keys() <= {"sum", "backward"}, report
+        assert out.spec == parts[0].spec
+        torch.testing.assert_close(out.full_tensor(), expected)
+        for x, of_one in ((parts[0], plain[0]), (parts[2], plain[2])):
+            torch.testing.assert_close(x.grad.full_tensor(), of_one.grad)
+        for name, x in module.named_parameters():
+            whole = experts.get_parameter(name)
+            torch.testing.assert_close(x.grad.full_tensor(), whole.grad)
+            assert not x.grad.full_tensor()[0].any()
+
+    sm.simulate(4)(program)()
+
+
+def test_plain_rows_and_whole_experts():
+    experts = experts_of()
+    expected = experts(*inputs())
+    experts.config._experts_implementation = register_moe(None)
+    torch.testing.assert_close(experts(*inputs()), expected)
+
+
+def test_whole_experts_in_a_graph():
+    """`sm.jit` records them, and its step has the values of eager mode."""
+
+    def program():
+        mesh = sm.init_device_mesh("cpu", (2,), axis_names=("dp",))
+        module = parallelize(experts_of(), mesh, {})
+        module.config._experts_implementation = register_moe(None)
+        parts = [sm.device_put(x, mesh, P("dp")) for x in inputs()]
+        step = sm.jit(lambda *parts: module(*parts))
+        for _ in range(3):
+            torch.testing.assert_close(step(*parts).full_tensor(), module(*parts).full_tensor())
+
+    sm.simulate(2)(program)()
+
+
 def test_an_axis_has_a_name_of_its_own():
+    assert register_moe(None) == "moe on each rank"
     assert register_moe() == register_moe("ep") == "moe over ep"
     assert register_moe(("ep", "tp")) == "moe over ep, tp"
     assert "moe over ep, tp" in interface.ALL_EXPERTS_FUNCTIONS
