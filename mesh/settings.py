@@ -16,6 +16,9 @@ monotonic_ns = time.monotonic_ns
 MODES = ("on", "strict", "full", "off")
 
 
+_EXIT_SHARE = 0.8  # share of the time to exit that such a wait may take
+
+
 @dataclass(slots=True)
 class Settings:
     """The monitor's settings in this process; use the same on all ranks.
@@ -32,6 +35,16 @@ class Settings:
     timeout: float = 300.0
     exit_s: float = 10.0
     torch_calls: bool = True
+
+
+def wait_before_exit(longest_s: float, exit_s: float) -> float:
+    """Return the seconds for a wait that nothing interrupts, to end before its process is ended.
+
+    Args:
+        longest_s: the result at most.
+        exit_s: seconds after which the process is ended; 0 for never.
+    """
+    return min(longest_s, _EXIT_SHARE * exit_s) if exit_s else longest_s
 
 
 def from_environment(env: Mapping[str, str]) -> Settings:

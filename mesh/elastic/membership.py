@@ -52,7 +52,7 @@ from ..monitor.recording.job_directory import may_span_hosts
 from ..monitor.startup.rank_info import RankInfo, machine, own_rank_info
 from ..monitor.store_keys import StoreKeys
 from ..processes.process import ProcessWorld, default_store, process_world
-from ..settings import monotonic_ns, settings
+from ..settings import monotonic_ns, settings, wait_before_exit
 from ..text import ranks_text
 from . import joining, protocol
 from .joining import Entry
@@ -74,9 +74,9 @@ _log = logging.getLogger(__name__)
 _KEYS = joining.KEYS
 _FIRST_PAUSE_S, _PAUSE_S = 1e-3, 2e-2  # between looks at the store
 # To connect ranks that are known to be there, at most, in seconds: those of the default group, and
-# of others. Neither wait is interrupted, so each has a share of the time after which others count
-# this rank as lost (the default group), or its watchdog ends it (others).
-_LONGEST_START_S, _LONGEST_CONNECT_S, _SHARE = 30.0, 8.0, 0.8
+# of others. Neither wait is interrupted, so each ends before others count this rank as lost (the
+# default group: a share of that time), or its watchdog ends it (others).
+_LONGEST_START_S, _LONGEST_CONNECT_S, _START_SHARE = 30.0, 8.0, 0.8
 _LOOK_S = 1.0  # between looks for processes that want to join
 _TO_LEAVE_S = 10.0  # that a rank which leaves waits for the others
 _NO_TOKEN = "0" * 16  # of a member
@@ -834,7 +834,7 @@ def _connect_s(exit_s: float) -> float:
     Args:
         exit_s: after which they do; 0 for never.
     """
-    return min(_LONGEST_CONNECT_S, _SHARE * exit_s or math.inf)
+    return wait_before_exit(_LONGEST_CONNECT_S, exit_s)
 
 
 def _start_s(late_s: float) -> float:
@@ -843,7 +843,7 @@ def _start_s(late_s: float) -> float:
     Args:
         late_s: after which a rank that still waits for others counts as lost on other hosts.
     """
-    return min(_LONGEST_START_S, _SHARE * late_s)
+    return min(_LONGEST_START_S, _START_SHARE * late_s)
 
 
 def _text_of_failed(ranks: Sequence[int], failures: Iterable[Failure]) -> str:

@@ -11,7 +11,6 @@ questions are asked in a thread of their own, and left alone when the host has e
 from __future__ import annotations
 
 import atexit
-import math
 import os
 import queue
 import socket
@@ -29,7 +28,7 @@ from ..launch.job_store import loopback_listener, resolved
 from ..monitor.store_keys import StoreKeys
 from ..monitor.store_values import checked, has_fields, json_object, whole
 from ..network import is_loopback
-from ..settings import settings
+from ..settings import settings, wait_before_exit
 
 T = TypeVar("T")
 
@@ -38,9 +37,8 @@ _TO_RESOLVE_S = 2.0
 _ANSWER_S = 5.0  # of a store that is there; then it is asked again
 _LOOK_S = 0.02  # between looks at whether the host has ended, while a question is under way
 _PAUSE_S = 0.05  # between tries to connect to a store that may not be there yet
-# That a process waits at its end for a call of a store, at most: torch tries again for so long. It
-# is ended itself some time after SHARDMESH_EXIT_S, of which this is a share.
-_TO_END_S, _SHARE = 15.0, 0.8
+# That a process waits at its end for a call of a store, at most: torch tries again for so long.
+_TO_END_S = 15.0
 
 
 class StoreAddress(NamedTuple):
@@ -217,7 +215,7 @@ def _end_threads() -> None:
 
     One that returns from it while the interpreter ends would abort the process.
     """
-    deadline = time.monotonic() + min(_TO_END_S, _SHARE * settings().exit_s or math.inf)
+    deadline = time.monotonic() + wait_before_exit(_TO_END_S, settings().exit_s)
     for connection in list(_connections):
         connection.close()
         connection._thread.join(max(0.0, deadline - time.monotonic()))

@@ -7,10 +7,12 @@ the end of the process.
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from functools import lru_cache
 from types import CodeType, FrameType
@@ -68,6 +70,8 @@ class Watchdog:
         # what recorders with a lost rank had called, as a stream waited for it
         self._on_stream: dict[Recorder, int] = {}
         self._warned: set[tuple[int, int]] = set()
+        # types of errors of ticks, and the lines that raised them
+        self._reported: set[tuple[type[Exception], str, int | None]] = set()
         self._device_waits = DeviceWaits(job)
         self._thread = threading.Thread(target=self._run, name="shardmesh-watchdog", daemon=True)
 
@@ -86,6 +90,27 @@ class Watchdog:
                 self._tick()
             except ReferenceError:  # the world has gone
                 return
+            except Exception as error:
+                # `stop` does not wait for longer than a second, and then what is read may be closed
+                if self._over.is_set():
+                    return
+                self._report(error)
+
+    def _report(self, error: Exception) -> None:
+        """Print an error of a tick, once for each line that raises it.
+
+        The next tick is tried: without this thread nothing finds stalls, or ends this process
+        after a verdict.
+        """
+        innermost = traceback.extract_tb(error.__traceback__)[-1]
+        place = (type(error), innermost.filename, innermost.lineno)
+        if place in self._reported:
+            return
+        self._reported.add(place)
+        lines = "".join(traceback.format_exception(error))
+        # of an stderr that is closed, or that nobody reads, which may be the error itself
+        with contextlib.suppress(OSError, ValueError):
+            self._warn(f"an error in the watchdog thread, which continues:\n{lines}")
 
     def _tick(self) -> None:
         job = self._job
