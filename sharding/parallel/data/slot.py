@@ -37,7 +37,7 @@ class Slot:
         base: its layout in use.
         rest: its sharded layout, between uses.
         own: its mesh before; None if it was a plain tensor.
-        dim: the dim that is split between uses.
+        dim: the dim that is split between uses; None for that of which least is padding.
         value: the parameter, also while modules have another value in its place.
     """
 
@@ -46,7 +46,7 @@ class Slot:
     base: Layout
     rest: Layout
     own: DeviceMesh | None = None
-    dim: int = 0
+    dim: int | None = None
     value: Any = field(init=False)
 
     def __post_init__(self) -> None:

@@ -266,7 +266,7 @@ def _make_slot(path: str, places: list[Place], mesh: DeviceMesh, dims: Mapping[i
             "the axes of both"
         )
     base = Layout.of(mesh, spec, x.shape, x.dtype)
-    return Slot(path, places, base, base, own, dims.get(id(x), 0))
+    return Slot(path, places, base, base, own, dims.get(id(x)))
 
 
 # -- sharding --------------------------------------------------------------------------------------

@@ -30,7 +30,10 @@ from ....layout.layout import Layout
 from ....layout.spec import Cut, P
 from ....redistribute.executor import executor
 from ..grads.grad_places import GradBuffer, is_view_at
-from .flat_layout import make_flat_layout
+from .flat_layout import FlatLayout, make_flat_layout
+
+# Of a buffer's elements: if more are padding, tensors are split along another dim.
+_PADDING = 1 / 16
 
 # Shape, strides and the element at which it begins.
 _View = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -42,7 +45,8 @@ class FlatBucket:
     Attributes:
         bases: their layouts in use: not split over `axes`.
         dims: the dim of each that `axes` split; its rows below are the parts of index 1 along that
-            dim.
+            dim. Where none is given it is 0, or 1 for the largest stacks of matrices if much of the
+            buffer would be padding else: eight experts have no sixteen equal parts.
         layouts: their sharded layouts: `axes` split that dim, minor to the axes that split it in
             use.
     """
@@ -53,22 +57,16 @@ class FlatBucket:
         axes: tuple[str, ...],
         bases: Sequence[Layout],
         transport: str | None = None,
-        dims: Sequence[int] | None = None,
+        dims: Sequence[int | None] | None = None,
     ) -> None:
         self.mesh, self.axes, self.bases, self._transport = mesh, axes, tuple(bases), transport
-        self.dims = tuple(dims or [0] * len(bases))
-        # The largest part, so that buffers have the same size on all ranks, with the split dim
-        # first, as it is stored.
+        # The largest part, so that buffers have the same size on all ranks.
+        shapes = [base.largest_local_shape for base in bases]
+        self.dims, self.layout = _dims_and_layout(shapes, dims, mesh.size(axes))
+        # with the split dim first, as it is stored
         self._largest = [
-            _dim_first(base.largest_local_shape, dim)
-            for base, dim in zip(bases, self.dims, strict=True)
+            _dim_first(shape, dim) for shape, dim in zip(shapes, self.dims, strict=True)
         ]
-        lengths, rows = (tuple(math.prod(s[i:]) for s in self._largest) for i in (0, 1))
-        self.layout = make_flat_layout(
-            lengths,
-            tuple(r if n else 0 for n, r in zip(lengths, rows, strict=True)),
-            mesh.size(axes),
-        )
         self.layouts = [self._sharded_layout(i, base) for i, base in enumerate(bases)]
         self._others = tuple(axis for axis in mesh.axis_names if axis not in axes)
         self._flats: dict[Any, Layout] = {}
@@ -225,6 +223,41 @@ class FlatBucket:
 
 
 # --------------------------------------------------------------------------------------------------
+
+
+def _dims_and_layout(
+    shapes: Sequence[tuple[int, ...]], given: Sequence[int | None] | None, parts: int
+) -> tuple[tuple[int, ...], FlatLayout]:
+    """Return the dim along which each tensor is split, and the layout of the buffer.
+
+    Dim 1 in place of dim 0 only for stacks of matrices whose dim is not given, and as long as there
+    is too much padding, that with the longest rows first.
+    """
+    given = given or [None] * len(shapes)
+    dims = [dim or 0 for dim in given]
+    best = tuple(dims), _layout_of(shapes, dims, parts)
+    movable = [
+        i
+        for i, shape in enumerate(shapes)
+        if given[i] is None and len(shape) > 2 and shape[1] > shape[0]
+    ]
+    movable.sort(key=lambda i: math.prod(shapes[i][1:]), reverse=True)
+    enough = sum(map(math.prod, shapes)) / (1 - _PADDING)
+    for i in movable:
+        if best[1].length <= enough:
+            break
+        dims[i] = 1
+        layout = _layout_of(shapes, dims, parts)
+        if layout.length < best[1].length:
+            best = tuple(dims), layout
+    return best
+
+
+def _layout_of(shapes: Sequence[tuple[int, ...]], dims: Sequence[int], parts: int) -> FlatLayout:
+    stored = [_dim_first(shape, dim) for shape, dim in zip(shapes, dims, strict=True)]
+    lengths, rows = (tuple(math.prod(s[i:]) for s in stored) for i in (0, 1))
+    rows = tuple(row if length else 0 for length, row in zip(lengths, rows, strict=True))
+    return make_flat_layout(lengths, rows, parts)
 
 
 def _views(buffer: Tensor, places: Sequence[_View]) -> list[Tensor]:

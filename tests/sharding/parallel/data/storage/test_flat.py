@@ -1,0 +1,91 @@
+"""Along which dim the tensors of a buffer are split."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import shardmesh as sm
+from shardmesh import P
+from shardmesh.parallel import fully_shard
+from shardmesh.sharding.parallel.data.storage.flat import _dims_and_layout
+
+# A block of a mixture, with 1/32 of the width of Mixtral 8x7B.
+EXPERTS = [(8, 896, 128), (8, 128, 448)]
+BLOCK = [(128,), (128, 128), (32, 128), (32, 128), (128, 128), (8, 128), *EXPERTS]
+
+
+@pytest.mark.parametrize("parts", [2, 3, 4, 8, 16])
+def test_stacks_of_experts_need_little_padding(parts):
+    dims, layout = _dims_and_layout(BLOCK, None, parts)
+    assert layout.length <= 1.07 * sum(map(math.prod, BLOCK))
+    assert set(dims[:-2]) == {0}
+    given, padded = _dims_and_layout(BLOCK, [0] * len(BLOCK), parts)
+    assert given == (0,) * len(BLOCK)
+    assert layout.length <= padded.length
+
+
+def test_a_stack_is_not_split_into_more_parts_than_it_has_matrices():
+    assert _dims_and_layout(EXPERTS, None, 16)[0] == (1, 1)
+    assert _dims_and_layout([(16, 6, 4)], None, 16)[0] == (0,)
+    assert _dims_and_layout([(3, 2, 4)], None, 16)[0] == (0,)  # it has fewer rows than matrices
+
+
+def test_the_layout_is_that_of_the_dims():
+    rng = random.Random(0)
+    for _ in range(200):
+        shapes = [
+            tuple(rng.randint(0, 6) for _ in range(rng.randint(1, 4)))
+            for _ in range(rng.randint(1, 4))
+        ]
+        parts = rng.randint(1, 6)
+        dims, layout = _dims_and_layout(shapes, None, parts)
+        for i, (shape, dim) in enumerate(zip(shapes, dims, strict=True)):
+            rows = [layout.rows_of(i, part, shape[dim]) for part in range(parts)]
+            assert sum(stop - start for start, stop in rows) == shape[dim]
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(2, 12, 6, dtype=torch.float64))
+        self.down = nn.Parameter(torch.randn(2, 6, 12, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(torch.bmm(x, self.up.mT).relu(), self.down.mT)
+
+
+def test_a_stack_that_is_split_by_rows_trains_as_on_one_rank():
+    def steps(model, x):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        losses = []
+        for _ in range(3):
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    def made():
+        torch.manual_seed(0)
+        return Experts(), torch.randn(2, 8, 6, dtype=torch.float64)
+
+    def rank():
+        model, x = made()
+        mesh = sm.init_device_mesh("cpu", (3,), axis_names=("dp",))
+        fully_shard(model, mesh, axes="dp")
+        assert all(x.spec.dims[:2] == ((), ("dp",)) for x in model.parameters())
+        assert sum(x.to_local().numel() for x in model.parameters()) == 2 * 2 * 12 * 6 / 3
+        losses = steps(model, sm.device_put(x, mesh, P(None, "dp")))
+        return losses, [x.full_tensor().detach() for x in model.parameters()]
+
+    model, x = made()
+    losses = steps(model, x)
+    for own, parameters in sm.simulate(3)(rank)():
+        assert own == pytest.approx(losses)
+        torch.testing.assert_close(parameters, [x.detach() for x in model.parameters()])
