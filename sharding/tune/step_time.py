@@ -369,8 +369,9 @@ class StepTimes:
     ) -> float:
         """Return by how much a step is longer than the work of a rank.
 
-        If ranks share cores, those that compute are faster while others wait. It may be negative
-        then, as a busiest rank gets more than its share.
+        If ranks share cores, those that compute are faster while others wait, which no formula
+        tells: the schedule is simulated then. The bubble may be negative, as the busiest rank gets
+        more than its share.
         """
         sharing = self._prices.device.sharing
         if sharing == 1:
