@@ -9,6 +9,14 @@ torchtitan: benchmarks/llama3_h100_202412_torchtitan.md and llama3-8b/70b of Jun
 repository: H100 of 96 GB, 2.4 TB/s, 500 W; sequences of 8,192. Llama 3: "The Llama 3 herd of
 models" (arXiv 2407.21783), table 4: H100 of 80 GB, 700 W. It does not say what its program saves;
 that it ran on 80 GB without recomputation says that it gathers activations again, as Megatron does.
+
+Megatron-Core: the table of weak scaling in the README of NVIDIA/Megatron-LM (July 2024, its file
+images/model_table.png): GPT on H100, sequences of 4,096, a vocabulary of 131,072. The sizes that it
+gives are those of embeddings that are not tied and of MLPs four times as wide as the model. The
+flags that it names require the distributed optimizer (`zero=1`) and, with tp, sequence parallelism.
+It does not say how many rows a microbatch has, whether anything is recomputed, or how many stages a
+rank of the pipeline has: here a microbatch has one row or all four, nothing is recomputed, and the
+rows with pipelines are left out. Starcoder2 stands for GPT; its positions are rotary.
 """
 
 from __future__ import annotations
@@ -46,6 +54,13 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 128,
     },
 }
+# Layers and width of GPT; heads have 128 elements.
+GPT_SIZES = {
+    "GPT 1.7B": (24, 2048),
+    "GPT 7.1B": (30, 4096),
+    "GPT 16B": (32, 6144),
+    "GPT 32B": (48, 7168),
+}
 SHORT, LONG = 8192, 131072
 GIB = 2**30 / 1e9
 
@@ -56,7 +71,7 @@ class Run:
 
     Attributes:
         source: who published it.
-        model: the size of Llama 3.
+        model: the size of Llama 3, or a key of `GPT_SIZES`.
         device: the device's name in `sm.tune`.
         positions: of a row.
         form: the form.
@@ -181,6 +196,34 @@ RUNS = [
         "TFLOP/s",
         differs="cp by all_gather",
     ),
+    *(
+        Run(
+            "Megatron-Core 2024-07",
+            model,
+            "h100",
+            4096,
+            Form(
+                fsdp=48,
+                tp=tp,
+                sequence_parallel=tp > 1,
+                rows=rows,
+                microbatches=4 // rows,
+                compiled=True,  # stands for fused kernels
+                regather=tp > 1,
+                zero=1,
+            ),
+            published,
+            "TFLOP/s",
+            differs="" if tp == 1 else "products hide tp",
+        )
+        for model, tp, published in (
+            ("GPT 1.7B", 1, 408.8),
+            ("GPT 7.1B", 2, 465.9),
+            ("GPT 16B", 4, 489.1),
+            ("GPT 32B", 8, 459.6),
+        )
+        for rows in (1, 4)
+    ),
 ]
 
 
@@ -188,16 +231,29 @@ RUNS = [
 def described(model: str, positions: int, rows: int) -> Description:
     import transformers
 
-    config = transformers.LlamaConfig(
-        **SIZES[model],
-        num_key_value_heads=8,
-        vocab_size=128256,
-        max_position_embeddings=positions,
-    )
+    if model in GPT_SIZES:
+        layers, width = GPT_SIZES[model]
+        config: Any = transformers.Starcoder2Config(
+            hidden_size=width,
+            intermediate_size=4 * width,
+            num_hidden_layers=layers,
+            num_attention_heads=width // 128,
+            num_key_value_heads=width // 128,
+            vocab_size=131072,
+            max_position_embeddings=positions,
+            tie_word_embeddings=False,
+        )
+    else:
+        config = transformers.LlamaConfig(
+            **SIZES[model],
+            num_key_value_heads=8,
+            vocab_size=128256,
+            max_position_embeddings=positions,
+        )
     with torch.device("meta"):
-        llama: Any = transformers.AutoModelForCausalLM.from_config(config)
+        language_model: Any = transformers.AutoModelForCausalLM.from_config(config)
     ids = torch.empty(rows, positions, dtype=torch.int64, device="meta")
-    return Description(llama, ids)
+    return Description(language_model, ids)
 
 
 def row_of(run: Run) -> str:
@@ -229,7 +285,7 @@ def row_of(run: Run) -> str:
 def main() -> None:
     """Print the table."""
     print(
-        "| source | Llama 3, positions | devices | form | published | predicted | step in s, "
+        "| source | model, positions | devices | form | published | predicted | step in s, "
         "published | predicted | | GB reserved, published | GB, predicted | "
         "what the run did besides |"
     )

@@ -55,8 +55,8 @@ class Device:
     local: Link
     network: Link
     matmul: float = 0.70
-    attention: float = 0.35
-    attention_backward: float = 0.32
+    attention: float = 0.34
+    attention_backward: float = 0.30
     traffic: float = 0.80
     launch: float = 7e-6
     again: Mapping[str, float] = field(default_factory=dict)
@@ -76,9 +76,15 @@ class Device:
 
 
 # Fractions. Matrix products: 70 % of the peak, and at least 7 us for a kernel, as AutoParallel
-# (meta-pytorch) takes. Attention: torch's scaled_dot_product_attention runs FlashAttention-2, which
-# reaches 35 % of an H100, and 32 % in backward (Shah et al. 2024, arXiv 2407.08608: 318 TFLOP/s
-# with heads of 128 and 8,192 positions), and 70 % and 63 % of an A100 (Dao 2023, arXiv 2307.08691).
+# (meta-pytorch) takes.
+# Attention: causal, heads of 128, 8,192 positions, by the FlashAttention-2 that torch's
+# scaled_dot_product_attention runs; without a causal mask it reaches about a tenth more. On an H100
+# forward reaches 333 TFLOP/s, 34 % (370 without a mask; Shah et al. 2024, arXiv 2407.08608, figure
+# 5). Forward and backward together, 4 and 10 parts of the flops, reach 308 (335 without a mask; Dao
+# 2023, arXiv 2307.08691, figure 7), so backward reaches 299, 30 %; figure 6 of Shah et al. has
+# backward only without a mask, 318. On an A100 both together reach 182, 58 % of 312 (Dao 2023,
+# figure 4). Forward and backward share it here as they do at 16,384 positions without a mask, where
+# both reach 203 and backward 196 (figures 4 and 6).
 # Other operators: 80 % of the memory's bandwidth. Collectives: NCCL's all_gather of FSDP launches
 # 24 blocks, each of which occupies one of an H100's 132 multiprocessors (NVIDIA's developer forum,
 # topic 337991); computation next to collectives was measured to take 18.9 % longer on average, on
@@ -125,8 +131,8 @@ DEVICES = {
             name="a100",
             flops=312e12,
             bandwidth=2.039e12,
-            attention=0.70,
-            attention_backward=0.63,
+            attention=0.64,
+            attention_backward=0.56,
             local=_nvlink(300e9),
             network=_port(200e9),
             collectives={},
@@ -139,9 +145,9 @@ DEVICES = {
             name="h100-96",
             memory=95 * GiB,
             bandwidth=2.4e12,
-            matmul=0.70 * _AT_500_OF_700_W,
-            attention=0.35 * _AT_500_OF_700_W,
-            attention_backward=0.32 * _AT_500_OF_700_W,
+            matmul=_H100.matmul * _AT_500_OF_700_W,
+            attention=_H100.attention * _AT_500_OF_700_W,
+            attention_backward=_H100.attention_backward * _AT_500_OF_700_W,
             source="the H100 of torchtitan's published runs: 96 GB HBM2e, 2.4 TB/s, limited to "
             "500 W (benchmarks/llama3_h100_202412_torchtitan.md); peak as the H100 SXM",
         ),
