@@ -14,9 +14,7 @@ from .text import shortened
 monotonic_ns = time.monotonic_ns
 
 MODES = ("on", "strict", "full", "off")
-
-
-_EXIT_SHARE = 0.8  # share of the time to exit that such a wait may take
+_EXIT_SHARE = 0.8  # share of the time to exit that a wait may take which nothing interrupts
 
 
 @dataclass(slots=True)

@@ -37,7 +37,7 @@ class Slot:
         base: its layout in use.
         rest: its sharded layout, between uses.
         own: its mesh before; None if it was a plain tensor.
-        dim: the dim that is split between uses; None for that of which least is padding.
+        dim: the dim that is split between uses; None if the bucket chooses 0 or 1.
         value: the parameter, also while modules have another value in its place.
     """
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....mesh.device_mesh import DeviceMesh
 from ...layout.layout import Layout, distinct_mesh_names
 from ...layout.spec import P
 from ...ops.prepared_modules import prepare
@@ -42,7 +41,8 @@ def wrap(
 ) -> nn.Module:
     """Make units of a module and of its submodules that `units` matches.
 
-    `dims` has dims to split, by the id of the parameter.
+    `dims` has dims to split, by the id of the parameter; others are split along dim 0. Without it a
+    bucket chooses them; see `FlatBucket.dims`.
     """
     for root in roots_of(module):
         if is_unit_root(root):
@@ -52,8 +52,7 @@ def wrap(
             )
     modules = {"": module} | dict(matching_modules(module, units))
     slots = [  # raises before any communication
-        _make_slot(path, places, options.mesh, dims or {})
-        for path, places in _parameters(module, ignored)
+        _make_slot(path, places, options, dims) for path, places in _parameters(module, ignored)
     ]
     enclosing = _enclosing_units(module, {inner: name for name, inner in modules.items()})
     shared = _shared_modules(module, modules, enclosing)
@@ -250,13 +249,16 @@ def _shared_modules(
     return shared
 
 
-def _make_slot(path: str, places: list[Place], mesh: DeviceMesh, dims: Mapping[int, int]) -> Slot:
+def _make_slot(
+    path: str, places: list[Place], options: UnitOptions, dims: Mapping[int, int] | None
+) -> Slot:
     """Return the slot of a parameter, with its layout in use on the mesh with all axes.
 
     Raises:
         ValueError: it is on another mesh.
     """
     owner, name = places[0]
+    mesh = options.mesh
     x: Any = owner._parameters[name]
     own, spec = (x.mesh, x.spec) if isinstance(x, ShardedTensor) else (None, P())
     if own is not None and not is_slice(own, mesh):
@@ -266,7 +268,9 @@ def _make_slot(path: str, places: list[Place], mesh: DeviceMesh, dims: Mapping[i
             "the axes of both"
         )
     base = Layout.of(mesh, spec, x.shape, x.dtype)
-    return Slot(path, places, base, base, own, dims.get(id(x)))
+    is_free = dims is None and options.stage.parameter
+    dim = None if is_free else (dims or {}).get(id(x), 0)
+    return Slot(path, places, base, base, own, dim)
 
 
 # -- sharding --------------------------------------------------------------------------------------

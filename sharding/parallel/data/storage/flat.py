@@ -231,7 +231,8 @@ def _dims_and_layout(
     """Return the dim along which each tensor is split, and the layout of the buffer.
 
     Dim 1 in place of dim 0 only for stacks of matrices whose dim is not given, and as long as there
-    is too much padding, that with the longest rows first.
+    is too much padding, that with the longest rows first. Two may have to be split so together, so
+    a first one that shortens nothing stays.
     """
     given = given or [None] * len(shapes)
     dims = [dim or 0 for dim in given]

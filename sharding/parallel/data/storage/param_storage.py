@@ -6,7 +6,6 @@
                                                           to step
     after forward  split over one axis                    between forward and backward, if asked for
     whole          not split                              in use
-    whole          not split                                 in use
 
 Each copy has the versions of the parameters that it was made from; if the optimizer has stepped
 since, it is gathered again.

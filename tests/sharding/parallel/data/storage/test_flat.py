@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import shardmesh as sm
-from shardmesh import P
-from shardmesh.parallel import fully_shard
+from shardmesh import P, compat
+from shardmesh.parallel import data_parallel, fully_shard
 from shardmesh.sharding.parallel.data.storage.flat import _dims_and_layout
 
 # A block of a mixture, with 1/32 of the width of Mixtral 8x7B.
@@ -89,3 +89,22 @@ def test_a_stack_that_is_split_by_rows_trains_as_on_one_rank():
     for own, parameters in sm.simulate(3)(rank)():
         assert own == pytest.approx(losses)
         torch.testing.assert_close(parameters, [x.detach() for x in model.parameters()])
+
+
+def test_only_fully_shard_chooses_the_dim():
+    """`compat.fully_shard` splits what torch splits, and ZeRO-1 whole matrices."""
+
+    def rank():
+        mesh = sm.init_device_mesh("cpu", (3,), axis_names=("dp",))
+        models = [Experts() for _ in range(5)]
+        fully_shard(models[0], mesh, axes="dp")
+        data_parallel(models[1], mesh, optimizer="dp")
+        compat.fully_shard(models[2], mesh=mesh)
+        for model, function in (
+            (models[3], lambda x: None),
+            (models[4], lambda x: compat.Shard(1)),
+        ):
+            compat.fully_shard(model, mesh=mesh, shard_placement_fn=function)
+        return [model.up.spec.dims.index(("dp",)) for model in models]
+
+    assert sm.simulate(3)(rank)()[0] == [1, 0, 0, 0, 1]
