@@ -253,13 +253,8 @@ def _collectives(compute: Any) -> tuple[Collectives, dict[int, float]]:
         for op, latency in _collective_seconds(group, n).items():
             moved = 4 * _LARGE * (n / (n - 1) if op == "permute" else 1)
             table.setdefault(op, {})[n] = latency, moved / max(1e-9, large[op] - latency)
-        sum_of_few = partial(group.all_reduce, torch.zeros(n))
-
-        def compute_and_sum(call: Any = sum_of_few) -> None:
-            compute()
-            call()
-
-        after = _run_seconds(group, compute_and_sum) - _run_seconds(group, compute)
+        both = partial(_in_turn, compute, partial(group.all_reduce, torch.zeros(n)))
+        after = _run_seconds(group, both) - _run_seconds(group, compute)
         arrival[n] = max(0.0, after - table["all_reduce"][n][0])
     return table, arrival
 
@@ -287,6 +282,11 @@ def _run_seconds(group: Any, call: Any) -> float:
     for _ in range(_CALLS):
         call()
     return (time.perf_counter() - start) / _CALLS
+
+
+def _in_turn(*calls: Any) -> None:
+    for call in calls:
+        call()
 
 
 def _backward(operator: Any) -> None:
@@ -322,12 +322,7 @@ def _sums_in_bfloat16(mesh: sm.DeviceMesh, op: str) -> float:
         run = partial(group.all_reduce, whole)
         if op == "reduce_scatter":
             run = partial(group.reduce_scatter, part, whole)
-        run()
-        group.barrier()
-        start = time.perf_counter()
-        for _ in range(20):
-            run()
-        seconds.append(time.perf_counter() - start)
+        seconds.append(_run_seconds(group, run))
     return seconds[0] / seconds[1]
 
 

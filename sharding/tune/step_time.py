@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..parallel.pipeline.make_schedule import make_schedule
-from ..parallel.pipeline.schedule import Schedule
 from ..parallel.pipeline.simulation import Costs as ActionCosts
 from ..parallel.pipeline.simulation import makespan_on_shared_cores
 from .counts import Phase
@@ -253,6 +252,8 @@ class StepTimes:
         exposed_backward = self._beside(units.block_backward.seconds, backward_shards)
         last = len(split.layers) - 1
         forwards, backwards, shard_times, edge_gather_times, host_times = [], [], [], [], []
+        # from the stage before each, and from the one after it
+        messages = [(stage > 0) + (stage < last) for stage in range(last + 1)]
         for stage, count in enumerate(split.layers):
             forward = count * units.block_forward.seconds
             backward = count * units.block_backward.seconds
@@ -264,7 +265,7 @@ class StepTimes:
                 backward += units.edge_backward.seconds
                 edge_reduction = self._beside(units.edge_backward.seconds, edge_reduction)
             shard_backward = (count - 1) * exposed_backward + block_reduction + edge_reduction
-            passing = prices.device.message * ((stage > 0) + (stage < last))
+            passing = prices.device.message * messages[stage]
             splitting = 0.0
             if form.schedule == "zb_h1":
                 operators = count * sum(costs.block.backward.kernels.values())
@@ -311,8 +312,7 @@ class StepTimes:
         if form.pp > 1:
             hop = prices.seconds("permute", stream, form.group("pp", prices.node))
             bubble = self._bubble(form, forwards, backwards, rank, hop, simulate=simulate)
-        # from the stage before each, and from the one after it
-        messages = sum((stage > 0) + (stage < last) for stage in own)
+        own_messages = sum(messages[stage] for stage in own)
         device = prices.device
         copied = _COPY_OUT * sharing.shared(gathered).total
         if form.devices > form.pp * form.tp:
@@ -323,7 +323,7 @@ class StepTimes:
             "ep": total.ep_bytes,
             "fsdp": _IN_USE * sharing.received(gathered) + _REDUCED * sharing.received(reduced),
             "dp": _OWN * held * dp_share,
-            "pp": m * stream * messages,
+            "pp": m * stream * own_messages,
         }
         stages_with_edges = sum(
             split.parameters[stage] > split.layers[stage] * block for stage in own
@@ -337,7 +337,7 @@ class StepTimes:
             "fsdp": edge_gathers * stages_with_edges
             + form.gathers * (block_gathers + again)
             + form.reductions * (stages_with_edges + block_gathers),
-            "pp": 2 * m * messages,
+            "pp": 2 * m * own_messages,
         }
         return StepTime(
             matmul=total.matmul,
@@ -374,14 +374,25 @@ class StepTimes:
         more than its share.
         """
         sharing = self._prices.device.sharing
-        if sharing == 1:
-            bubble_of = _simulated_bubble if simulate else _bubble
-            return bubble_of(form, forwards, backwards, hop)
+        if sharing == 1 and not simulate:
+            return _bubble_by_formula(form, forwards, backwards, hop)
+        schedule = make_schedule(
+            form.schedule,
+            form.pp,
+            form.microbatches,
+            stages_per_rank=form.stages if form.schedule in ("interleaved", "zb_h1") else None,
+        )
         half = [value / 2 for value in backwards]
+        costs: dict[str, Any] = {
+            "forward": forwards,
+            "backward_input": half,
+            "backward_weight": half,
+            "latency": hop,
+        }
+        if sharing == 1:
+            return schedule.simulate(**costs).bubble
         step = makespan_on_shared_cores(
-            _schedule(form).rows,
-            ActionCosts(forward=forwards, backward_input=half, backward_weight=half, latency=hop),
-            lambda ranks: min(sharing, form.pp / ranks),
+            schedule.rows, ActionCosts(**costs), lambda ranks: min(sharing, form.pp / ranks)
         )
         own = sum(forwards[s] + backwards[s] for s in stages_of_rank(form, rank))
         return step - form.microbatches * own
@@ -418,16 +429,11 @@ class StepTimes:
                 backward = backward.plus(rows)
                 if form.recompute != "none":
                     backward = backward.plus(rows).plus(counts)
-            launch_again = self._prices.device.again.get(form.recompute)
-            if form.recompute == "full":
-                again = self._pass(
-                    costs.block.again_whole, costs.block, form, sends=1, launch=launch_again
-                )
-                backward = backward.plus(again)
-            elif form.recompute == "selective":
-                again = self._pass(
-                    costs.block.again, costs.block, form, sends=0, launch=launch_again
-                )
+            if form.recompute != "none":
+                is_full = form.recompute == "full"
+                phase = costs.block.again_whole if is_full else costs.block.again
+                launch = self._prices.device.again.get(form.recompute)
+                again = self._pass(phase, costs.block, form, sends=int(is_full), launch=launch)
                 backward = backward.plus(again)
             units = _Units(
                 forward,
@@ -520,32 +526,15 @@ class StepTimes:
         )
 
 
-def _bubble(form: Form, forwards: list[float], backwards: list[float], hop: float) -> float:
+def _bubble_by_formula(
+    form: Form, forwards: list[float], backwards: list[float], hop: float
+) -> float:
     """Return the bubble by the formulas of the schedules, with the hops of the first microbatch."""
     stages = len(forwards)
     forward, backward = sum(forwards) / stages, sum(backwards) / stages
     if form.schedule == "zb_h1":  # half of a backward is for weights
         return (form.pp - 1) * (forward + 2 * hop)
     return (form.pp - 1) * (forward + backward + 2 * hop)
-
-
-def _simulated_bubble(
-    form: Form, forwards: list[float], backwards: list[float], hop: float
-) -> float:
-    half = [value / 2 for value in backwards]
-    timeline = _schedule(form).simulate(
-        forward=forwards, backward_input=half, backward_weight=half, latency=hop
-    )
-    return timeline.bubble
-
-
-def _schedule(form: Form) -> Schedule:
-    return make_schedule(
-        form.schedule,
-        form.pp,
-        form.microbatches,
-        stages_per_rank=form.stages if form.schedule in ("interleaved", "zb_h1") else None,
-    )
 
 
 def model_flops(model: Description) -> float:

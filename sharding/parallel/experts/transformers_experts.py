@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ....mesh.comm.thread_context import thread_context
-from ...layout.layout import Layout
 from ...layout.spec import P
 from ...lineage import comm_context, mixed, seed_of
 from ...ops import nonmember
@@ -160,9 +159,8 @@ def _on_each_rank(
                 for i, x in enumerate(tensors)
             ],
         )
-        of_rows = operands[0]
-        layout = Layout.of(of_rows.mesh, by_row, of_rows.shape, of_rows.dtype)
-        if of_rows.mesh.coordinate is None:
+        layout = operands[0]._layout  # that of the result, too
+        if layout.mesh.coordinate is None:
             result = nonmember.unknown(layout, *operands)
         else:
             if thread_context.weights is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Literal, TypeAlias
@@ -117,8 +117,7 @@ def simulate(
     """
     order = prove(rows)
     rank_of = stages_of(rows)
-    last_stage = max(rank_of)
-    costs.check(last_stage + 1)
+    costs.check(len(rank_of))
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps={steps!r}: the number of steps is 1 or more")
     if gradient_check not in ("before", "after"):
@@ -134,11 +133,7 @@ def simulate(
         ends: dict[Action, float] = {}
         for rank, slot in order:
             cell = rows[rank][slot]
-            start = free[rank]
-            for action in actions_of(cell):
-                for operand in action.operands(last_stage):
-                    moved = rank_of[operand.stage] != rank
-                    start = max(start, ends[operand] + (costs.latency if moved else 0))
+            start = max(free[rank], _arrival(rank, cell, ends, rank_of, costs.latency))
             before, after = shards[rank].communication_around(slot)
             for item in (*before, cell, *after):
                 is_cell = isinstance(item, Action | Overlap)
@@ -176,47 +171,55 @@ def makespan_on_shared_cores(rows: Rows, costs: Costs, speed: Callable[[int], fl
     """
     prove(rows)
     rank_of = stages_of(rows)
-    last_stage = max(rank_of)
-    costs.check(last_stage + 1)
+    costs.check(len(rank_of))
     ends: dict[Action, float] = {}
     slots = [0] * len(rows)
     remaining: dict[int, float] = {}  # of the actions that run, by rank
     now = 0.0
-
-    def arrival(rank: int) -> float | None:
-        """Return when the operands of a rank's next action are there; None if it has to wait."""
-        arrived = now
-        for action in actions_of(rows[rank][slots[rank]]):
-            for operand in action.operands(last_stage):
-                if operand not in ends:
-                    return None
-                moved = rank_of[operand.stage] != rank
-                arrived = max(arrived, ends[operand] + (costs.latency if moved else 0))
-        return arrived
-
     while True:
         arrivals: list[float] = []
         for rank, row in enumerate(rows):
             if rank in remaining or slots[rank] == len(row):
                 continue
-            arrived = arrival(rank)
-            if arrived is not None and arrived <= now:
-                remaining[rank] = costs.of(row[slots[rank]])
-            elif arrived is not None:
-                arrivals.append(arrived)
+            cell = row[slots[rank]]
+            arrival = _arrival(rank, cell, ends, rank_of, costs.latency)
+            if arrival <= now:
+                remaining[rank] = costs.of(cell)
+            else:
+                arrivals.append(arrival)
         if not remaining and not arrivals:
             return now
         rate = speed(len(remaining)) if remaining else 1.0
         shortest = min(remaining.values(), default=math.inf)
-        then = min([now + shortest / rate, *arrivals])
-        done = shortest if then == now + shortest / rate else (then - now) * rate
+        first_end = now + shortest / rate
+        next_time = min([first_end, *arrivals])
+        done = shortest if next_time == first_end else (next_time - now) * rate
         finished = [rank for rank, rest in remaining.items() if rest <= done]
         remaining = {rank: rest - done for rank, rest in remaining.items() if rest > done}
-        now = then
+        now = next_time
         for rank in finished:
             for action in actions_of(rows[rank][slots[rank]]):
                 ends[action.result] = now
             slots[rank] += 1
+
+
+def _arrival(
+    rank: int,
+    cell: Cell,
+    ends: Mapping[Action, float],
+    rank_of: Mapping[int, int],
+    latency: float,
+) -> float:
+    """Return when the operands of a rank's cell are there; infinity if one is not computed yet."""
+    last_stage = len(rank_of) - 1
+    return max(
+        (
+            ends.get(operand, math.inf) + (latency if rank_of[operand.stage] != rank else 0)
+            for action in actions_of(cell)
+            for operand in action.operands(last_stage)
+        ),
+        default=0,
+    )
 
 
 class _ShardsOfRow:

@@ -226,23 +226,26 @@ class FlatBucket:
 
 
 def _dims_and_layout(
-    shapes: Sequence[tuple[int, ...]], given: Sequence[int | None] | None, parts: int
+    shapes: Sequence[tuple[int, ...]], fixed: Sequence[int | None] | None, parts: int
 ) -> tuple[tuple[int, ...], FlatLayout]:
     """Return the dim along which each tensor is split, and the layout of the buffer.
 
-    Dim 1 in place of dim 0 only for stacks of matrices whose dim is not given, and as long as there
+    Dim 1 in place of dim 0 only for stacks of matrices whose dim is not fixed, and as long as there
     is too much padding, that with the longest rows first. Two may have to be split so together, so
     a first one that shortens nothing stays.
     """
-    given = given or [None] * len(shapes)
-    dims = [dim or 0 for dim in given]
+    fixed = fixed or [None] * len(shapes)
+    dims = [dim or 0 for dim in fixed]
     best = tuple(dims), _layout_of(shapes, dims, parts)
-    movable = [
-        i
-        for i, shape in enumerate(shapes)
-        if given[i] is None and len(shape) > 2 and shape[1] > shape[0]
-    ]
-    movable.sort(key=lambda i: math.prod(shapes[i][1:]), reverse=True)
+    movable = sorted(
+        (
+            i
+            for i, shape in enumerate(shapes)
+            if fixed[i] is None and len(shape) > 2 and shape[1] > shape[0]
+        ),
+        key=lambda i: math.prod(shapes[i][1:]),
+        reverse=True,
+    )
     enough = sum(map(math.prod, shapes)) / (1 - _PADDING)
     for i in movable:
         if best[1].length <= enough:
@@ -255,6 +258,7 @@ def _dims_and_layout(
 
 
 def _layout_of(shapes: Sequence[tuple[int, ...]], dims: Sequence[int], parts: int) -> FlatLayout:
+    """Return the layout of a buffer of tensors that are stored with the split dim first."""
     stored = [_dim_first(shape, dim) for shape, dim in zip(shapes, dims, strict=True)]
     lengths, rows = (tuple(math.prod(s[i:]) for s in stored) for i in (0, 1))
     rows = tuple(row if length else 0 for length, row in zip(lengths, rows, strict=True))
