@@ -193,6 +193,10 @@ def search(
             continue
         families = [(name, getattr(form, name)) for name in FAMILIES]
         reason = why_not(form, model)
+        if reason is not None and form.sequence_parallel and "sequence_parallel" not in fixed:
+            whole = replace(form, sequence_parallel=False)
+            if why_not(whole, model) is None:
+                form, reason = whole, None
         if reason is not None:
             for family in families:
                 result.refused.setdefault(family, reason)

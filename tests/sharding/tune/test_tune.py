@@ -365,6 +365,23 @@ def test_errors_of_the_command(arguments, message, capsys):
 
 
 @pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("T5Config", "config.json: transformers has no causal language model of a T5Config; pass"),
+        ("Gemma3Config", "Take its language model: the configuration config.get_text_config()"),
+    ],
+)
+def test_configurations_that_are_no_language_models(kind, message, tmp_path, capsys):
+    import transformers
+
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(getattr(transformers, kind)().to_dict()))
+    with pytest.raises(SystemExit):
+        main(["tune", str(path), "--devices", "2"])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("fix", "message"),
     [
         ({"tp": "8"}, "tp='8': a whole number from 1"),
