@@ -266,12 +266,18 @@ def reasons(searched: Search, best: Candidate, usable: float, node: int) -> list
             lines.append(_too_large(searched.smallest_of[family], family, usable))
         refused = [family for family in searched.refused if family[0] == name]
         if refused:
-            lines.append(f"{_label(refused[0])}: {searched.refused[refused[0]]}")
+            lines.append(_refused(_label(refused[0]), searched.refused[refused[0]]))
     return lines
 
 
 def _label(family: tuple[str, Any]) -> str:
     return f"{family[0]}={family[1]}"
+
+
+def _refused(label: str, why: str) -> str:
+    """Return a reason with its label once: "tp=16 does not divide 8 key/value heads"."""
+    starts_with_label = why.partition(" ")[0].rstrip(":") == label
+    return why if starts_with_label else f"{label}: {why}"
 
 
 def _slower(other: Candidate, best: Candidate, family: tuple[str, Any], node: int) -> str:
