@@ -171,6 +171,11 @@ def _hugging_face(path: Path) -> Any:
     if not path.exists():
         raise ValueError(f"{path}: no such file")
     config = transformers.AutoConfig.from_pretrained(path)
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(
+            f"{path}: transformers has no causal language model of a {type(config).__name__}; "
+            "pass module:function, a function that returns a model on meta and a batch"
+        )
     with torch.device("meta"):
         return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 

@@ -191,6 +191,7 @@ class OperatorCounts(TorchDispatchMode):
         rows_of_experts: the numbers of what operators of experts returned in forward.
         saved: the numbers of what autograd saves, without parameters and buffers.
         keys_and_values: bytes of the keys and values of all attention.
+        odd_attention: what attention was called with besides them, in words: a mask or dropout.
         report: what the program communicates; the caller sets it.
         until_saved: index of a block -> where its forward stood when autograd last saved something,
             which is where recomputation of the block ends.
@@ -206,6 +207,7 @@ class OperatorCounts(TorchDispatchMode):
         self.rows_of_experts: set[int] = set()
         self.saved: set[int] = set()
         self.keys_and_values = 0
+        self.odd_attention: str | None = None
         self.report = CommReport()
         self.until_saved: dict[int, Progress] = {}
         self._weights = {tuple(local_of(x).shape) for x in constants if x.ndim > 1}
@@ -383,6 +385,8 @@ def _fused_attention(
     counts.phase.attention += attention_flops(*shapes, is_causal=is_causal)
     counts.phase.whole_attention += attention_flops(*shapes, is_causal=False)
     counts.keys_and_values += _bytes(key) + _bytes(value)
+    if attn_mask is not None or dropout_p:
+        counts.odd_attention = "dropout" if attn_mask is None else "a mask"
 
     def on_forward(*results: Tensor) -> None:
         counts.record_attention((query, key, value), results)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ...mesh.abstract_mesh import AbstractMesh
 from ...mesh.comm.report import comm_report
+from ...mesh.text import shortened
 from ..abstract.eval_shape import eval_shape
 from ..layout.layout import Layout
 from ..layout.spec import P
@@ -30,7 +31,7 @@ from ..parallel.tensor.plan import parallelize
 from ..tensor.sharded_tensor import ShardedTensor
 from ..trees import map_tensors, tensors_in
 from .counts import CountedWithoutValues, OperatorCounts, Phase, Progress
-from .plans import own_plan, sequence_plan, styles_of
+from .plans import own_plan, plan_of_copy, sequence_plan, styles_of
 from .repeated import shorten
 from .variants import backward_transient, compile_tape, eager, fused, received_in_block, select
 
@@ -112,6 +113,8 @@ class ModelCosts:
         stream: bytes of the input of a block.
         transient: bytes that backward holds for a moment at the loss, beyond what was saved.
         block_transient: the same in the blocks.
+        odd_attention: what attention of the blocks is called with besides queries, keys and values,
+            in words: a mask or dropout. None if nothing.
     """
 
     block: Costs
@@ -122,6 +125,7 @@ class ModelCosts:
     stream: float
     transient: float
     block_transient: float
+    odd_attention: str | None = None
 
     def largest_block(self, ep: int = 1) -> float:
         """Return the parameters of the largest block on a rank of ep."""
@@ -213,6 +217,7 @@ class Description:
             raise ValueError(
                 f"tune: the blocks of {type(model).__name__} are {paths[:4]}..., which are not the "
                 "entries of one ModuleList; tune takes models whose blocks repeat in one list"
+                f"{_text_model_hint(model)}"
             )
         self.layers = len(parent)
         self._kinds: dict[Any, list[int]] = {}
@@ -241,10 +246,12 @@ class Description:
         )
         odd = map(why_not_moe, mixtures.values())
         self.odd_experts: str | None = next((why for why in odd if why is not None), None)
+        self._is_callers_plan = plan is not None
         self.plan: dict[str, Any] = own_plan(model) if plan is None else dict(plan)
         self.sequence_plan = sequence_plan(model, self.blocks, self.plan)
         self._costs: dict[tuple[int, bool, bool], ModelCosts] = {}
         self._stages: dict[tuple[int, bool, int], Stages] = {}
+        self._why_not_tp: dict[tuple[int, bool], str | None] = {}
 
     def _pattern(self, path: str) -> str:
         """Return a path with a star for the index of the block."""
@@ -263,6 +270,36 @@ class Description:
         if key not in self._costs:
             self._costs[key] = self._count(*key)
         return self._costs[key]
+
+    def why_not_tp(self, tp: int, sequence_parallel: bool = False) -> str | None:
+        """Return why the model does not run as a rank of an axis "tp"; None if it does. Cached.
+
+        Raises:
+            ValueError: it does not run with the plan of the caller.
+        """
+        key = (tp, sequence_parallel)
+        if self._is_callers_plan:
+            self.costs(*key)
+            return None
+        if key not in self._why_not_tp:
+            try:
+                self.costs(*key)
+                self._why_not_tp[key] = None
+            except ValueError as error:
+                self._why_not_tp[key] = shortened(str(error).removeprefix("tune: "), 300)
+        return self._why_not_tp[key]
+
+    def why_not_cp(self) -> str | None:
+        """Return why sequences cannot be split with the model's attention; None if they can."""
+        costs = self.costs(1)
+        if not all(kind.keys_and_values for kind in costs.kinds):
+            return (
+                "keys and values are sent round for scaled_dot_product_attention, and blocks of "
+                "the model do not call it"
+            )
+        if costs.odd_attention is not None:
+            return f"attention has {costs.odd_attention}, which ring attention does not take"
+        return None
 
     def stages(self, tp: int, sequence_parallel: bool, count: int) -> Stages:
         """Return the blocks and parameters of each of so many stages. Cached."""
@@ -291,11 +328,13 @@ class Description:
         one = self._run([first], tp, sequence_parallel, compiled)
         average, costs_of_kinds = Costs(), []
         edges = one.costs
+        odd_attention = one.odd_attention
         for members in self._kinds.values():
             two = self._run([first, members[0]], tp, sequence_parallel, compiled)
             block = two.costs.plus(one.costs, -1)
             average = average.plus(block, len(members) / self.layers)
             costs_of_kinds.append(block)
+            odd_attention = odd_attention or two.odd_attention
             if members[0] == first:
                 edges = one.costs.plus(block, -1)
         return ModelCosts(
@@ -307,12 +346,13 @@ class Description:
             one.stream,
             one.transient,
             one.block_transient,
+            odd_attention,
         )
 
     def _run(self, blocks: list[int], tp: int, sequence_parallel: bool, compiled: bool) -> _Run:
         mesh = AbstractMesh((tp,), ("tp",))
-        plan = styles_of(self.plan_of(sequence_parallel))
         model = self.shortened(blocks).to(self.dtype)
+        plan = styles_of(plan_of_copy(self.plan_of(sequence_parallel), self.model, model))
 
         def prepared(module: nn.Module) -> nn.Module:
             return parallelize(module, plan=plan, src_data_rank=None) if tp > 1 else module
@@ -331,9 +371,10 @@ class Description:
             batch = map_tensors(place, (self.batch,))[0]
             evaluated = eval_shape(step, model, batch, mesh=mesh)
         except (RuntimeError, NotImplementedError) as error:
+            where = f" as a rank of tp={tp}" if tp > 1 else ""
             raise ValueError(
-                f"tune: {type(model).__name__} cannot run without values, which counting needs: "
-                f"{error}"
+                f"tune: {type(model).__name__} cannot run without values{where}, which counting "
+                f"needs: {error}"
             ) from error
         run: _Run = evaluated.result
         transient = evaluated.peak_bytes - evaluated.argument_bytes - run.saved
@@ -348,6 +389,7 @@ class _Run:
     stream: float
     saved: float  # without compilation
     block_transient: float
+    odd_attention: str | None
     transient: float = 0
 
 
@@ -410,6 +452,7 @@ def _run_once(model: nn.Module, batch: Any, loss: Loss, blocks: str, *, is_compi
         backward_transient(
             tape, forward_operations, tape.operations, counts.saved, counts.of_weights
         ),
+        counts.odd_attention,
     )
 
 
@@ -421,6 +464,15 @@ def call(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, tuple | list):
         return model(*batch, **options)
     return model(batch, **options)
+
+
+def _text_model_hint(model: nn.Module) -> str:
+    """Return what to do with a model of Hugging Face of which a language model is one part."""
+    config: Any = getattr(model, "config", None)
+    get_text_config = getattr(config, "get_text_config", None)
+    if get_text_config is None or get_text_config() is config:
+        return ""
+    return ". Take its language model: the configuration config.get_text_config(), by itself"
 
 
 def takes_use_cache(model: nn.Module) -> bool:

@@ -199,6 +199,10 @@ def why_not(form: Form, model: Description) -> str | None:
         return (
             f"cp={form.cp} tp={form.tp}: {positions} does not divide {model.sequence:,} positions"
         )
+    if form.cp > 1:
+        reason = model.why_not_cp()
+        if reason is not None:
+            return f"cp={form.cp}: {reason}"
     has_checkpoints = hasattr(model.model, "gradient_checkpointing_enable")
     if form.recompute != "none" and not has_checkpoints:
         return f"recompute={form.recompute}: the model has no gradient_checkpointing_enable()"
@@ -214,6 +218,10 @@ def why_not(form: Form, model: Description) -> str | None:
         rounds = max(1, form.microbatches // form.pp)
         if form.microbatches % rounds:
             return f"{form.schedule}: {form.microbatches} microbatches in {rounds} equal rounds"
+    if form.tp > 1:
+        reason = model.why_not_tp(form.tp, form.sequence_parallel)
+        if reason is not None:
+            return f"tp={form.tp}: {reason}"
     return None
 
 

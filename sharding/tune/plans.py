@@ -75,6 +75,27 @@ def sequence_plan(model: nn.Module, blocks: str, plan: Mapping[str, Any]) -> dic
     return out
 
 
+def plan_of_copy(plan: Mapping[str, Any], model: nn.Module, copy: nn.Module) -> dict[str, Any]:
+    """Return the plan for a copy with some of a model's blocks.
+
+    Entries of layers that only the other blocks have are left out, such as those of shared experts
+    where the copy's blocks are dense. Entries that match nothing in the model stay, as errors.
+    """
+    whole, short = _paths(model), _paths(copy)
+    return {
+        pattern: style
+        for pattern, style in plan.items()
+        if any(fnmatchcase(path, pattern) for path in short)
+        or not any(fnmatchcase(path, pattern) for path in whole)
+    }
+
+
+def _paths(model: nn.Module) -> list[str]:
+    parameters = model.named_parameters(remove_duplicate=False)
+    buffers = model.named_buffers(remove_duplicate=False)
+    return [name for name, _ in (*model.named_modules(), *parameters, *buffers)]
+
+
 def _is_summed(style: Any) -> bool:
     """Return whether the results of a layer with this style are summed on every rank."""
     return style in _SUMMED if isinstance(style, str) else style == rowwise(units=_units(style))

@@ -193,6 +193,10 @@ def search(
             continue
         families = [(name, getattr(form, name)) for name in FAMILIES]
         reason = why_not(form, model)
+        if reason is not None and form.sequence_parallel and "sequence_parallel" not in fixed:
+            whole = replace(form, sequence_parallel=False)
+            if why_not(whole, model) is None:
+                form, reason = whole, None
         if reason is not None:
             for family in families:
                 result.refused.setdefault(family, reason)
@@ -262,12 +266,18 @@ def reasons(searched: Search, best: Candidate, usable: float, node: int) -> list
             lines.append(_too_large(searched.smallest_of[family], family, usable))
         refused = [family for family in searched.refused if family[0] == name]
         if refused:
-            lines.append(f"{_label(refused[0])}: {searched.refused[refused[0]]}")
+            lines.append(_refused(_label(refused[0]), searched.refused[refused[0]]))
     return lines
 
 
 def _label(family: tuple[str, Any]) -> str:
     return f"{family[0]}={family[1]}"
+
+
+def _refused(label: str, why: str) -> str:
+    """Return a reason with its label once: "tp=16 does not divide 8 key/value heads"."""
+    starts_with_label = why.partition(" ")[0].rstrip(":") == label
+    return why if starts_with_label else f"{label}: {why}"
 
 
 def _slower(other: Candidate, best: Candidate, family: tuple[str, Any], node: int) -> str:

@@ -111,7 +111,7 @@ def tune(
     described = Description(model, batch, loss=loss, plan=plan, imbalance=imbalance)
     searched = search(described, prices, devices, usable, fixed, max_microbatch, near)
     if not searched.fitting:
-        raise _nothing(described, searched, devices, usable, fixed, chosen)
+        raise _nothing(described, searched, devices, usable, fixed, chosen, near)
     times = StepTimes(described, prices)
 
     @cache
@@ -213,12 +213,17 @@ def _nothing(
     usable: float,
     fixed: Mapping[str, Any],
     device: Device,
+    near: Form | None,
 ) -> ValueError:
     """Return the error for a model that no form fits."""
     fixed_text = ", ".join(f"{name}={value}" for name, value in fixed.items())
     where = f"{devices:,} devices {device.name}{f' with {fixed_text}' if fixed_text else ''}"
+    if near is not None:
+        where += f" near {near}"
     if not searched.smallest_of:
         why = next(iter(searched.refused.values()), None)
+        if why is None and near is not None and near.devices != devices:
+            why = f"it has {near.devices:,} devices, and none of its neighbours has {devices:,}"
         if why is None:
             why = (
                 f"no sizes of the axes have {devices:,} as their product and numbers of data ranks "

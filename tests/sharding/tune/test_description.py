@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import UserDict
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
 
+import shardmesh as sm
 from shardmesh.sharding.tune.description import Description, stage_layers
+from shardmesh.sharding.tune.form import Form, why_not
 from shardmesh.sharding.tune.step_time import model_flops
 from tests.sharding.tune import tiny
 
@@ -159,3 +161,72 @@ def test_a_model_that_reads_values_is_an_error():
         described = Description(Reads(), torch.empty(1, 2))
     with pytest.raises(ValueError, match="Reads cannot run without values, which counting needs"):
         described.costs(1)
+
+
+def language_model(kind: str, **options: Any) -> Any:
+    import transformers
+
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 64,
+        "max_position_embeddings": 64,
+    }
+    config = getattr(transformers, kind)(**sizes | options)
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_dense_blocks_before_mixtures_are_split_over_tp(sequence_parallel):
+    """The plan has entries of shared experts, which the copy with a dense block has not."""
+    sizes = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    model = language_model("Glm4MoeConfig", **sizes, head_dim=8, first_k_dense_replace=1, n_group=1)
+    described = Description(model, tiny.ids())
+    assert described.why_not_tp(2, sequence_parallel) is None
+    whole, half = described.costs(1), described.costs(2, sequence_parallel)
+    assert half.kinds[0].forward.matmul == whole.kinds[0].forward.matmul / 2
+    # of a mixture the router is computed by each rank
+    router = 2 * tiny.POSITIONS * 32 * 4
+    assert half.kinds[1].forward.matmul - router == pytest.approx(
+        (whole.kinds[1].forward.matmul - router) / 2
+    )
+
+
+def test_an_entry_of_a_plan_that_matches_nothing_is_an_error():
+    described = Description(tiny.model(), tiny.ids(), plan={"model.layers.*.nothing": "colwise"})
+    with pytest.raises(ValueError, match=r"'model\.layers\.\*\.nothing' matches no module"):
+        described.why_not_tp(2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("LlamaConfig", {}, None),
+        ("LlamaConfig", {"attention_dropout": 0.1}, "attention has dropout"),
+        ("MistralConfig", {"sliding_window": 8}, "attention has a mask"),
+        ("GptOssConfig", {"num_local_experts": 4, "head_dim": 8}, "do not call it"),
+    ],
+)
+def test_sequences_that_cannot_be_split(kind, options, message):
+    """Ring attention takes neither masks nor dropout, and no attention that is not an operator."""
+    described = Description(language_model(kind, **options), tiny.ids())
+    reason = why_not(Form(cp=2, rows=tiny.ROWS), described)
+    assert reason is None if message is None else message in str(reason)
+
+
+def test_a_plan_that_does_not_run_leaves_the_forms_without_it():
+    """Llama 4 adds in place to a sum over tp, which sequence parallelism makes a view."""
+    sizes = {"intermediate_size_mlp": 48, "num_local_experts": 4, "head_dim": 8}
+    model = language_model("Llama4TextConfig", **sizes)
+    reason = why_not(
+        Form(tp=2, rows=tiny.ROWS, sequence_parallel=True), Description(model, tiny.ids())
+    )
+    assert "tp=2: Llama4ForCausalLM cannot run without values as a rank of tp=2" in str(reason)
+    best = sm.tune(model, tiny.ids(), devices=2, fix={"tp": 2}, check=0).best.form
+    assert (best.tp, best.sequence_parallel) == (2, False)
+    with pytest.raises(ValueError, match="tp=2: Llama4ForCausalLM cannot run without values"):
+        sm.tune(model, tiny.ids(), devices=2, fix={"tp": 2, "sequence_parallel": True}, check=0)

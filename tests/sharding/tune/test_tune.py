@@ -54,6 +54,12 @@ def test_reasons_name_values_that_lost(tuning):
     assert not any(reason.startswith(f"recompute={best.recompute}:") for reason in tuning.reasons)
 
 
+def test_a_reason_names_its_value_once(llama):
+    reasons = tune(llama, tiny.ids(16, 64), devices=8, fix={"pp": 1}).reasons
+    assert "tp=4 does not divide 2 key/value heads" in reasons
+    assert not any(reason.startswith("tp=4: tp=4") for reason in reasons)
+
+
 def test_the_table_has_every_part(tuning):
     text = str(tuning)
     for part in (
@@ -287,6 +293,7 @@ def test_bytes_of_the_optimizers_step():
         ({"fix": {"tp": 8}}, r"h100 with tp=8: tp=8 does not divide 4 attention heads"),
         ({"fix": {"tp": 3}}, r"with tp=3: no sizes of the axes have 8 as their product"),
         ({"fix": {"pp": 8}}, r"pp=8: 8 stages, and 4 blocks"),
+        ({"near": Form(fsdp=8, tp=8)}, r"8 devices h100 near fsdp=8 tp=8 1 x 1: it has 64 devices"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -361,6 +368,23 @@ def test_errors_of_the_command(arguments, message, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["tune", *arguments])
     assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("T5Config", "config.json: transformers has no causal language model of a T5Config; pass"),
+        ("Gemma3Config", "Take its language model: the configuration config.get_text_config()"),
+    ],
+)
+def test_configurations_that_are_no_language_models(kind, message, tmp_path, capsys):
+    import transformers
+
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(getattr(transformers, kind)().to_dict()))
+    with pytest.raises(SystemExit):
+        main(["tune", str(path), "--devices", "2"])
     assert message in capsys.readouterr().err
 
 
