@@ -32,7 +32,7 @@ from ..tensor.sharded_tensor import ShardedTensor
 from ..trees import map_tensors, tensors_in
 from .counts import CountedWithoutValues, OperatorCounts, Phase, Progress
 from .plans import own_plan, plan_of_copy, sequence_plan, styles_of
-from .repeated import shorten
+from .repeated import kinds_of, shorten
 from .variants import backward_transient, compile_tape, eager, fused, received_in_block, select
 
 Loss = Callable[[Any, Any], Any]
@@ -220,10 +220,7 @@ class Description:
                 f"{_text_model_hint(model)}"
             )
         self.layers = len(parent)
-        self._kinds: dict[Any, list[int]] = {}
-        for i, block in enumerate(parent):
-            signature = tuple((name, tuple(x.shape)) for name, x in block.named_parameters())
-            self._kinds.setdefault(signature, []).append(i)
+        self._kinds = kinds_of(model, self.blocks)
         self.kinds = len(self._kinds)
         self.parameters = sum(x.numel() for x in model.parameters())
         self.table = sum(
@@ -292,13 +289,13 @@ class Description:
     def why_not_cp(self) -> str | None:
         """Return why sequences cannot be split with the model's attention; None if they can."""
         costs = self.costs(1)
+        if costs.odd_attention is not None:
+            return f"attention has {costs.odd_attention}, which ring attention does not take"
         if not all(kind.keys_and_values for kind in costs.kinds):
             return (
                 "keys and values are sent round for scaled_dot_product_attention, and blocks of "
                 "the model do not call it"
             )
-        if costs.odd_attention is not None:
-            return f"attention has {costs.odd_attention}, which ring attention does not take"
         return None
 
     def stages(self, tp: int, sequence_parallel: bool, count: int) -> Stages:
@@ -324,12 +321,12 @@ class Description:
         return map_tensors(lambda x: torch.empty_like(x[:1], device="meta"), (self.batch,))[0]
 
     def _count(self, tp: int, sequence_parallel: bool, compiled: bool) -> ModelCosts:
-        first = next(iter(self._kinds.values()))[0]
+        first = self._kinds[0][0]
         one = self._run([first], tp, sequence_parallel, compiled)
         average, costs_of_kinds = Costs(), []
         edges = one.costs
         odd_attention = one.odd_attention
-        for members in self._kinds.values():
+        for members in self._kinds:
             two = self._run([first, members[0]], tp, sequence_parallel, compiled)
             block = two.costs.plus(one.costs, -1)
             average = average.plus(block, len(members) / self.layers)

@@ -14,6 +14,8 @@ import torch
 import shardmesh as sm
 from shardmesh.__main__ import main
 from shardmesh.mesh.topology import Link, Topology
+from shardmesh.sharding.parallel.pipeline.make_schedule import make_schedule
+from shardmesh.sharding.tune import step_time
 from shardmesh.sharding.tune.counts import OperatorCounts
 from shardmesh.sharding.tune.description import Description
 from shardmesh.sharding.tune.devices import device_of
@@ -262,6 +264,28 @@ def test_sums_in_bfloat16(seconds_on):
     slower = seconds_on(form, sums={"all_reduce": 3.0})
     assert slower.tp > seconds_on(form).tp
     assert slower.dp == seconds_on(form).dp  # gradients are summed in float32
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_bubbles_of_many_microbatches_follow_on_a_line(schedule, llama, monkeypatch):
+    """Of 48 microbatches on two ranks 8 and 12 are simulated; the stages differ by the head."""
+    device = device_of("h100")
+    times = StepTimes(Description(llama, tiny.ids(48)), Prices(device, device.topology(8), 8))
+    form = Form(pp=2, rows=1, microbatches=48, schedule=schedule)
+    simulated: list[int] = []
+
+    def counted(name: str, ranks: int, microbatches: int, **options: Any) -> Any:
+        simulated.append(microbatches)
+        return make_schedule(name, ranks, microbatches, **options)
+
+    monkeypatch.setattr(step_time, "make_schedule", counted)
+    line = times.of(form, simulate=True)
+    assert simulated == [8, 12]
+    monkeypatch.setattr(step_time, "_STEADY", (24, 48))
+    whole = times.of(form, simulate=True)
+    assert simulated == [8, 12, 48]
+    assert line.bubble != times.of(form).bubble
+    assert line.total == pytest.approx(whole.total, rel=0.001)
 
 
 def test_bytes_of_the_optimizers_step():
