@@ -164,6 +164,7 @@ class Description:
             tensor positions.
         loss: a function of output and batch; see `default_loss`.
         plan: a plan of tensor parallelism in place of the model's own.
+        proposed: a plan for a model that has none, if none is given.
         dtype: in which the model computes.
         imbalance: rows that the experts of the busiest rank of ep compute, over the mean.
 
@@ -176,6 +177,8 @@ class Description:
         heads, key_value_heads, vocabulary, width: of the configuration; None if it has none.
         experts: of a mixture, the fewest if its blocks have different ones; 0 without mixtures.
         expert_weights: the paths of the weights of experts, as patterns.
+        plan: of tensor parallelism; {} if there is none.
+        is_plan_proposed: whether that is the proposed one.
         odd_experts: why programs cannot split them; None if they can.
 
     Raises:
@@ -190,6 +193,7 @@ class Description:
         *,
         loss: Loss | None = None,
         plan: Mapping[str, Any] | None = None,
+        proposed: Mapping[str, Any] | None = None,
         dtype: torch.dtype = torch.bfloat16,
         imbalance: float = IMBALANCE,
     ) -> None:
@@ -231,7 +235,6 @@ class Description:
         self.key_value_heads: int | None = getattr(config, "num_key_value_heads", self.heads)
         self.vocabulary: int | None = getattr(config, "vocab_size", None)
         self.width: int | None = getattr(config, "hidden_size", None)
-        self.hidden: int | None = getattr(config, "intermediate_size", None)
         mixtures = dict(_mixtures(model))
         self.experts: int = min((inner.num_experts for inner in mixtures.values()), default=0)
         self.expert_weights = sorted(
@@ -244,7 +247,9 @@ class Description:
         odd = map(why_not_moe, mixtures.values())
         self.odd_experts: str | None = next((why for why in odd if why is not None), None)
         self._is_callers_plan = plan is not None
-        self.plan: dict[str, Any] = own_plan(model) if plan is None else dict(plan)
+        own = own_plan(model)
+        self.is_plan_proposed = plan is None and not own and bool(proposed)
+        self.plan: dict[str, Any] = dict(plan) if plan is not None else own or dict(proposed or {})
         self.sequence_plan = sequence_plan(model, self.blocks, self.plan)
         self._costs: dict[tuple[int, bool, bool], ModelCosts] = {}
         self._stages: dict[tuple[int, bool, int], Stages] = {}

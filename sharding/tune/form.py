@@ -171,14 +171,11 @@ def why_not(form: Form, model: Description) -> str | None:
     if form.tp > 1:
         if not model.plan:
             return (
-                f"tp={form.tp}: the model has no plan of tensor parallelism; pass plan=, such as "
-                f"sm.propose_plan(model, batch, {form.tp})"
+                f"tp={form.tp}: the model has no plan of tensor parallelism, nor is one proposed"
             )
         for name, count in (
             ("attention heads", model.heads),
             ("key/value heads", model.key_value_heads),
-            ("rows of the vocabulary", model.vocabulary),
-            ("features of the MLP", model.hidden),
         ):
             if isinstance(count, int) and count % form.tp:
                 return f"tp={form.tp} does not divide {count:,} {name}"
