@@ -431,7 +431,8 @@ class StepTimes:
                 is_full = form.recompute == "full"
                 phase = costs.block.again_whole if is_full else costs.block.again
                 launch = self._prices.device.again.get(form.recompute)
-                again = self._pass(phase, costs.block, form, sends=int(is_full), launch=launch)
+                # what ring attention computes may be saved; keys and values go round again
+                again = self._pass(phase, costs.block, form, sends=1, launch=launch)
                 backward = backward.plus(again)
             units = _Units(
                 forward,
