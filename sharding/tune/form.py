@@ -232,7 +232,7 @@ def _why_no_experts(form: Form, model: Description) -> str | None:
         return f"ep={form.ep}: {model.odd_experts}"
     if form.tp > 1 or form.cp > 1:
         other = "tp" if form.tp > 1 else "cp"
-        return f"ep={form.ep} {other}={getattr(form, other)}: experts are split with tp=1 and cp=1"
+        return f"ep={form.ep} {other}={getattr(form, other)}: ep is searched with tp=1 and cp=1"
     own = model.experts // form.ep
     if form.zero < 3 and own % form.fsdp:
         return (
