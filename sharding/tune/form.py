@@ -170,9 +170,7 @@ def why_not(form: Form, model: Description) -> str | None:
     """Return why a model cannot take a form, in words; None if it can."""
     if form.tp > 1:
         if not model.plan:
-            return (
-                f"tp={form.tp}: the model has no plan of tensor parallelism, nor is one proposed"
-            )
+            return f"tp={form.tp}: the model has no plan of tensor parallelism, nor is one proposed"
         for name, count in (
             ("attention heads", model.heads),
             ("key/value heads", model.key_value_heads),
