@@ -819,6 +819,15 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     chosen = parser.parse_args(arguments)
     if chosen.stages and chosen.adapter:
         parser.error("--stages takes no --adapter")
+    for adapter in chosen.adapter:
+        if not all(adapter.partition("=")):
+            parser.error(f"--adapter {adapter}: write NAME=PATH")
+    if not isinstance(getattr(torch, chosen.dtype, None), torch.dtype):
+        parser.error(f"--dtype {chosen.dtype}: write one of torch's, such as bfloat16")
+    model = chosen.model or ""
+    is_path = model.startswith(("/", ".", "~")) or model.count("/") > 1  # else it may be a name
+    if is_path and not os.path.isdir(model):
+        parser.error(f"--model {model}: there is no such folder")
     return chosen
 
 

@@ -447,3 +447,21 @@ def test_answers_of_a_server_with_stages() -> None:
         assert "Traceback" not in server.output
     finally:
         server.kill()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--adapter", "fr"], "--adapter fr: write NAME=PATH"),
+        (["--adapter", "=path"], "--adapter =path: write NAME=PATH"),
+        (["--dtype", "bf16"], "--dtype bf16: write one of torch's, such as bfloat16"),
+        (["--model", "path/to/llama"], "--model path/to/llama: there is no such folder"),
+        (["--model", "./llama"], "--model ./llama: there is no such folder"),
+    ],
+)
+def test_wrong_options_end_the_command(arguments, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        serve.options_of(arguments)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+    assert serve.options_of(["--model", "owner/name"]).model == "owner/name"
