@@ -36,4 +36,6 @@ def save_tiny_model(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("tiny_model.py: name the folder to write, as in tiny_model.py llama")
     save_tiny_model(Path(sys.argv[1]))

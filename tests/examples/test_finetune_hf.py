@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -181,6 +182,12 @@ def test_mistakes_end_in_one_line(arguments, mesh, message):
     assert status == 1
     assert message in said
     assert said.count("\n") == 1, said
+
+
+def test_the_tiny_model_needs_a_folder(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["tiny_model.py"])
+    with pytest.raises(SystemExit, match="name the folder to write"):
+        runpy.run_path(str(SCRIPT.with_name("tiny_model.py")), run_name="__main__")
 
 
 def test_it_is_an_example_to_copy():
