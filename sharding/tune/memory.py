@@ -134,10 +134,12 @@ def memory_of(form: Form, model: Description, rank: int) -> Memory:
     loss = scale * (costs.edges.saved + costs.transient) if has_loss else 0.0
     last = edges - costs.first if has_loss else 0.0
     head = reduction = opened = 0.0
+    later = gradients  # when backward comes to the first block
     if shards == 1:
         opened = _REDUCED * largest  # a buffer that gradients are copied into
     elif frees:  # gradients of the head wait for those of the embedding
         head = _IN_USE * last
+        later = max(before, gradients - _OWN * (edges + largest) / shards)
         reduction = _REDUCED * largest
         of_blocks += costs.largest_block() / shards  # cast for the next gather
     in_blocks = whole + _IN_USE * of_blocks + head
@@ -163,8 +165,8 @@ def memory_of(form: Form, model: Description, rank: int) -> Memory:
         moments.append((gradients, in_blocks + opened, fewer + begin, 0.0))
     if live == 1:  # in the first block, when other gradients are there
         moments += [
-            (gradients, in_blocks + reduction, one + begin, 0.0),
-            (gradients, in_blocks + products, 0.0, 0.0),
+            (later, in_blocks + reduction, one + begin, 0.0),
+            (later, in_blocks + products, 0.0, 0.0),
         ]
     gradients, gathered, activations, loss = max(moments, key=sum)
     return Memory(

@@ -27,6 +27,7 @@ from ...mesh.text import shortened
 from ..abstract.peak_memory import PeakMemory
 from ..layout.layout import Layout
 from ..layout.spec import P
+from ..tensor.autograd.backward import backward_inside
 from ..tensor.sharded_tensor import ShardedTensor
 from ..trees import tensors_in
 from .counts import FUSED_ON_META, WithoutValues
@@ -98,8 +99,6 @@ def why_not_evaluated(form: Form, model: Description) -> str | None:
     """Return why a form is not evaluated, in words; None if it is."""
     if form.pp > 1:
         return "the other stages of a pipeline would count, which are on meta in every program"
-    if form.recompute != "none":
-        return "attention that backward computes again is not one operator on meta"
     if form.ep > 1:
         return "how many rows go to a rank's experts depends on values"
     if model.experts and model.odd_experts is not None:
@@ -226,7 +225,19 @@ def _by_axis(report: CommReport) -> tuple[dict[str, float], dict[str, float]]:
 
 
 class _FlashAttention(WithoutValues):
-    """`WithoutValues`; attention on "meta" is one operator, as on devices."""
+    """`WithoutValues`; attention on "meta" is one operator, as on devices.
+
+    Backward runs inside of it, since blocks that are recomputed call attention there.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.backward and isinstance(args[0], ShardedTensor):
+            with self:  # the backward of the part comes back here
+                return ShardedTensor.__torch_function__(func, types, args, kwargs)
+        if func is torch.autograd.backward and not any(issubclass(t, ShardedTensor) for t in types):
+            return backward_inside(self, *args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
 
     def attention(self, *args: Any, **kwargs: Any) -> Tensor:
         if not all(x.is_meta for x in args[:3]):

@@ -38,6 +38,15 @@ FORMS = [
     Form(fsdp=2, rows=1, microbatches=4),
     Form(fsdp=4, rows=2, zero=1),
     Form(dp=2, fsdp=2, rows=2),
+    Form(fsdp=4, rows=2, recompute="selective"),
+    Form(dp=2, rows=2, microbatches=2, recompute="full"),
+    Form(fsdp=2, rows=2, microbatches=2, recompute="full"),
+    Form(fsdp=2, cp=2, rows=4, recompute="full"),
+]
+FAST = [
+    *FORMS[:2],
+    Form(fsdp=2, tp=2, sequence_parallel=True, rows=4, recompute="selective"),
+    Form(fsdp=4, rows=2, recompute="full"),
 ]
 
 
@@ -51,7 +60,7 @@ def times_of(model: Description) -> StepTimes:
     return StepTimes(model, Prices(device, device.topology(8), 8))
 
 
-@pytest.mark.parametrize("form", [*FORMS[:2], *map(slow, FORMS[2:])], ids=str)
+@pytest.mark.parametrize("form", [*FAST, *map(slow, FORMS[2:])], ids=str)
 def test_formulas(described, form):
     time = times_of(described).of(form, rank=0)
     program = evaluate(form, described)
@@ -80,7 +89,6 @@ def test_more_blocks_follow_on_a_line(monkeypatch):
     ("form", "why"),
     [
         (Form(pp=2, rows=8), "the other stages of a pipeline would count"),
-        (Form(rows=8, recompute="full"), "attention that backward computes again"),
         (Form(ep=2, rows=4), "how many rows go to a rank's experts depends on values"),
         (Form(rows=8, compiled=True), "compiled blocks run on devices alone"),
         (
