@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from ....mesh.comm.thread_context import thread_context
 from ...autograd import engine_hooks
 from ...tensor.autograd.backward import backward_inside
+from ...tensor.convert import autocast_dtype
 from ...tensor.sharded_tensor import ShardedTensor
 from ...trees import map_tensors, tensors_in
 from .deferral.operands import OPERANDS, Operands
@@ -290,7 +291,7 @@ class _MarkWeights(TorchFunctionMode):
             self._phase.may_recompute = True
         if engine_hooks.transforming():
             return func(*args, **kwargs)
-        if name in _AUTOCAST_OPERATORS and torch.is_autocast_enabled(weights[0].device.type):
+        if name in _AUTOCAST_OPERATORS and autocast_dtype(weights[0].device) is not None:
             args = map_tensors(self._cast, args)
             kwargs = dict(zip(kwargs, map_tensors(self._cast, kwargs.values()), strict=True))
             weights = self._weights_in((*args, *kwargs.values()))
@@ -366,7 +367,7 @@ class _MarkWeights(TorchFunctionMode):
             return False
         if not call.weight.is_floating_point():
             return False
-        return call.autocast or not torch.is_autocast_enabled(call.weight.device.type)
+        return call.autocast or autocast_dtype(call.weight.device) is None
 
     def _defer(self, call: Operands, is_input_a_weight: bool) -> Tensor:
         x, weight, bias = call.x, call.weight, call.bias
@@ -377,9 +378,9 @@ class _MarkWeights(TorchFunctionMode):
 
     def _cast(self, x: Tensor) -> Tensor:
         """Return an operand as autocast does; a leaf is cast once in a forward."""
-        if not torch.is_autocast_enabled(x.device.type):
+        dtype = autocast_dtype(x.device)
+        if dtype is None:
             return x
-        dtype = torch.get_autocast_dtype(x.device.type)
         if not x.is_floating_point() or x.dtype in (torch.float64, dtype):
             return x
         is_cached = (
