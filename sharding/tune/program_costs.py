@@ -1,7 +1,7 @@
 """Memory and bytes of a form's printed program: its second step on "meta", as `eval_shape` runs it.
 
-    ranks           0, and of a pipeline the first, the last, and the one for which the formulas
-                    have most
+    ranks           0; of a pipeline also the second and the last, if they need nearly as much as
+                    the one that needs most by the formulas
     blocks          up to 8     of all, or on a rank: the program as it is
                     more        with 4 and 6, in pipelines with 2 and 3 on a rank, or with 1 and 2
                                 in each of several stages; the rest follows on a line
@@ -39,7 +39,7 @@ from ..trees import map_tensors, tensors_in
 from .counts import FUSED_ON_META, WithoutValues
 from .description import Description, default_loss, stage_layers
 from .form import Form
-from .memory import memory_of, peak_memory, stages_of_rank
+from .memory import edge_ranks, memory_of, stages_of_rank
 from .program import mesh_axes, program_text
 from .step_time import StepTimes
 
@@ -47,6 +47,7 @@ _MOST_BLOCKS = 8  # on a rank, that run as they are
 _FEW, _MORE = 4, 6  # blocks of a shorter model
 _FEW_ON_RANK = 2
 _FEW_OF_KIND = 2
+_NEARLY = 0.9  # of the memory of the rank that needs most by the formulas
 _SHARDS = frozenset({"fsdp", "cp", "ep"})
 _SMALL = 64  # bytes of a collective of a few numbers: a loss, the norm of gradients
 
@@ -174,7 +175,9 @@ def evaluate(form: Form, model: Description) -> CostsByRank:
 def _own_blocks(form: Form, model: Description) -> dict[int, int]:
     """Return the numbers of blocks of those ranks of the pipeline that are evaluated."""
     layers = stage_layers(model.layers, form.pp * form.stages)
-    ranks = sorted({0, peak_memory(form, model)[0], form.pp - 1})
+    memory = {rank: memory_of(form, model, rank).total for rank in edge_ranks(form)}
+    least = _NEARLY * max(memory.values())
+    ranks = [rank for rank, total in memory.items() if rank == 0 or total >= least]
     return {rank: sum(layers[stage] for stage in stages_of_rank(form, rank)) for rank in ranks}
 
 
