@@ -317,6 +317,11 @@ class Description:
             self._stages[key] = Stages(tuple(layers), tuple(parameters))
         return self._stages[key]
 
+    @property
+    def indices_of_kinds(self) -> list[list[int]]:
+        """The indices of the blocks of each kind."""
+        return list(self._kinds.values())
+
     def shortened(self, blocks: list[int]) -> nn.Module:
         """Return a copy of the model with copies of some of its blocks."""
         return shorten(self.model, {self.blocks: blocks})
