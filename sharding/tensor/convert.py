@@ -316,13 +316,13 @@ def with_grad_layout(
     if grad_layout is layout.dual:  # the gradient passes through unchanged
         return local.view_as(local)
     path = call_path() if check is True and layout.replicated_axes else None
-    precision = _autocast_dtype(local) if check else None
+    precision = autocast_dtype(local.device) if check else None
     return _ToLocal.apply(local, layout, grad_layout, check, path, precision)  # type: ignore[return-value]
 
 
-def _autocast_dtype(local: Tensor) -> torch.dtype | None:
-    """Return the dtype in which what follows is computed under autocast."""
-    kind = local.device.type
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the dtype in which autocast computes on a device; None without autocast."""
+    kind = device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)

@@ -171,7 +171,8 @@ class Description:
     Attributes:
         rows, sequence: of the batch.
         layers: the number of blocks.
-        kinds: of how many kinds they are: blocks with the same shapes of parameters.
+        indices_of_kinds: the indices of the blocks of each kind, see `BlockList.kinds`.
+        kinds: of how many kinds they are.
         blocks: the path of their list.
         parameters: elements of all parameters; `table` those of embeddings.
         heads, key_value_heads, vocabulary, width: of the configuration; None if it has none.
@@ -224,8 +225,8 @@ class Description:
                 f"{_text_model_hint(model)}"
             )
         self.layers = len(parent)
-        self._kinds = kinds_of(model, self.blocks)
-        self.kinds = len(self._kinds)
+        self.indices_of_kinds = kinds_of(model, self.blocks)
+        self.kinds = len(self.indices_of_kinds)
         self.parameters = sum(x.numel() for x in model.parameters())
         self.table = sum(
             inner.weight.numel() for inner in model.modules() if isinstance(inner, nn.Embedding)
@@ -326,12 +327,12 @@ class Description:
         return map_tensors(lambda x: torch.empty_like(x[:1], device="meta"), (self.batch,))[0]
 
     def _count(self, tp: int, sequence_parallel: bool, compiled: bool) -> ModelCosts:
-        first = self._kinds[0][0]
+        first = self.indices_of_kinds[0][0]
         one = self._run([first], tp, sequence_parallel, compiled)
         average, costs_of_kinds = Costs(), []
         edges = one.costs
         odd_attention = one.odd_attention
-        for members in self._kinds:
+        for members in self.indices_of_kinds:
             two = self._run([first, members[0]], tp, sequence_parallel, compiled)
             block = two.costs.plus(one.costs, -1)
             average = average.plus(block, len(members) / self.layers)

@@ -19,7 +19,6 @@ The peak is at the loss, or in the backward of one of the last two blocks or of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .description import Description
@@ -72,11 +71,17 @@ def live_microbatches(form: Form, rank: int) -> float:
 
 
 def forwards_before_backward(form: Form, rank: int) -> int:
-    """Return how many forwards a pipeline's rank with one stage runs before its first backward.
+    """Return how many forwards a rank's stage at an end of the pipeline runs before a backward.
 
     With zb_h1 as many as with 1f1b: its ranks hold more since backwards for weights wait.
     """
-    m = form.microbatches
+    m, v = form.microbatches, form.stages
+    if form.schedule == "interleaved" and rank == 0:
+        # of all stages until backward comes from the last one to the first; stages take turns
+        in_round = m // max(1, m // form.pp)
+        others = (v - 1) * in_round
+        rounds, rest = divmod(min(v * m, 2 * others + 2 * (form.pp - 1) + 1), v * in_round)
+        return rounds * in_round + min(in_round, rest)
     return m if form.schedule == "gpipe" else min(m, form.pp - rank)
 
 
@@ -131,13 +136,18 @@ def memory_of(form: Form, model: Description, rank: int) -> Memory:
     if sums_whole:
         gradients = 0.0
     before = gradients if form.microbatches > live else 0.0
-    loss = scale * (costs.edges.saved + costs.transient) if has_loss else 0.0
+    # what the head has saved of microbatches when the first backward begins
+    heads = scale * costs.edges.saved * forwards_before_backward(form, rank) if has_loss else 0.0
+    loss = heads + scale * costs.transient if has_loss else 0.0
+    heads -= scale * costs.edges.saved if has_loss else 0.0  # after that of the loss
     last = edges - costs.first if has_loss else 0.0
     head = reduction = opened = 0.0
+    later = gradients  # when backward comes to the first block
     if shards == 1:
         opened = _REDUCED * largest  # a buffer that gradients are copied into
     elif frees:  # gradients of the head wait for those of the embedding
         head = _IN_USE * last
+        later = max(before, gradients - _OWN * (edges + largest) / shards)
         reduction = _REDUCED * largest
         of_blocks += costs.largest_block() / shards  # cast for the next gather
     in_blocks = whole + _IN_USE * of_blocks + head
@@ -153,18 +163,21 @@ def memory_of(form: Form, model: Description, rank: int) -> Memory:
     # before, while those are reduced
     moments = [
         (before, whole, activations, loss),
-        (before, in_blocks + opened, activations + begin, 0.0),
-        (before, in_blocks + products, activations - one, 0.0),
+        (before, in_blocks + opened, activations + begin, heads),
+        (before, in_blocks + products, activations - one, heads),
     ]
     if blocks > 1:
-        moments.append((before, in_blocks + reduction, activations - one + begin, 0.0))
+        moments.append((before, in_blocks + reduction, activations - one + begin, heads))
     if before < gradients and live > 1:  # of the second microbatch
         fewer = activations * (live - 1) / live
-        moments.append((gradients, in_blocks + opened, fewer + begin, 0.0))
+        if heads:
+            moments.append((gradients, whole, fewer, heads + scale * costs.transient))
+            heads -= scale * costs.edges.saved
+        moments.append((gradients, in_blocks + opened, fewer + begin, heads))
     if live == 1:  # in the first block, when other gradients are there
         moments += [
-            (gradients, in_blocks + reduction, one + begin, 0.0),
-            (gradients, in_blocks + products, 0.0, 0.0),
+            (later, in_blocks + reduction, one + begin, 0.0),
+            (later, in_blocks + products, 0.0, 0.0),
         ]
     gradients, gathered, activations, loss = max(moments, key=sum)
     return Memory(
@@ -177,11 +190,15 @@ def memory_of(form: Form, model: Description, rank: int) -> Memory:
     )
 
 
+def edge_ranks(form: Form) -> list[int]:
+    """Return the ranks of the pipeline of which one holds most: the first two and the last."""
+    return sorted({0, min(1, form.pp - 1), form.pp - 1})
+
+
 def peak_memory(form: Form, model: Description) -> tuple[int, Memory]:
     """Return the rank of the pipeline that holds most, and what it holds."""
-    ranks: Sequence[int] = sorted({0, min(1, form.pp - 1), form.pp - 1})
-    by_rank = {rank: memory_of(form, model, rank) for rank in ranks}
-    busiest = max(ranks, key=lambda rank: by_rank[rank].total)
+    by_rank = {rank: memory_of(form, model, rank) for rank in edge_ranks(form)}
+    busiest = max(by_rank, key=lambda rank: by_rank[rank].total)
     return busiest, by_rank[busiest]
 
 

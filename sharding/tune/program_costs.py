@@ -1,9 +1,14 @@
 """Memory and bytes of a form's printed program: its second step on "meta", as `eval_shape` runs it.
 
-    blocks          up to 8     the program as it is
-                    more        with 4 and 6 blocks; the rest follows on a line
+    ranks           0; of a pipeline also the second and the last, if they need nearly as much as
+                    the one that needs most by the formulas
+    blocks          up to 8     of all, or on a rank: the program as it is
+                    more        with 4 and 6, in pipelines with 2 and 3 on a rank, or with 1 and 2
+                                in each of several stages; the rest follows on a line
+    kinds           several     with 2 of each, and with one more of each; likewise
     microbatches    1 and 2     as they are
-                    more        with 1 and 2; later ones receive and hold what the second does
+                    more        with 1 and 2, in a pipeline with enough to fill it and with more;
+                                later ones receive and hold what the last does
 
 Bytes are exact. The peak is the larger of several sums that grow with the number of blocks, and a
 line through two of its values may pass below it, if another sum is the largest with more blocks.
@@ -12,7 +17,7 @@ line through two of its values may pass below it, if another sum is the largest 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,24 +32,29 @@ from ...mesh.text import shortened
 from ..abstract.peak_memory import PeakMemory
 from ..layout.layout import Layout
 from ..layout.spec import P
+from ..parallel.pipeline.transport import AssumedMetas
+from ..tensor.autograd.backward import backward_inside
 from ..tensor.sharded_tensor import ShardedTensor
-from ..trees import tensors_in
+from ..trees import map_tensors, tensors_in
 from .counts import FUSED_ON_META, WithoutValues
-from .description import Description, default_loss
+from .description import Description, default_loss, stage_layers
 from .form import Form
-from .memory import memory_of
+from .memory import edge_ranks, memory_of, stages_of_rank
 from .program import mesh_axes, program_text
 from .step_time import StepTimes
 
-_MOST_BLOCKS = 8  # that run as they are
+_MOST_BLOCKS = 8  # on a rank, that run as they are
 _FEW, _MORE = 4, 6  # blocks of a shorter model
+_FEW_ON_RANK = 2
+_FEW_OF_KIND = 2
+_NEARLY = 0.9  # of the memory of the rank that needs most by the formulas
 _SHARDS = frozenset({"fsdp", "cp", "ep"})
 _SMALL = 64  # bytes of a collective of a few numbers: a loss, the norm of gradients
 
 
 @dataclass(frozen=True)
 class ProgramCosts:
-    """What a step of the program needs on rank 0.
+    """What a step of the program needs on a rank.
 
     Attributes:
         peak: the most bytes of tensors that are alive at one time.
@@ -56,15 +66,31 @@ class ProgramCosts:
     received: dict[str, float]
     launches: dict[str, float]
 
+    def plus(self, other: ProgramCosts, factor: float = 1) -> ProgramCosts:
+        """Return `self + factor * other`."""
+
+        def sums(one: dict[str, float], two: dict[str, float]) -> dict[str, float]:
+            return {axis: one.get(axis, 0.0) + factor * two.get(axis, 0.0) for axis in one | two}
+
+        return ProgramCosts(
+            self.peak + factor * other.peak,
+            sums(self.received, other.received),
+            sums(self.launches, other.launches),
+        )
+
+
+CostsByRank = dict[int, ProgramCosts]  # by the place along the pipeline
+
 
 @dataclass(frozen=True)
 class Check:
-    """A form's program next to what was computed of it, on rank 0.
+    """A form's program next to what was computed of it, on the rank that needs most.
 
     Attributes:
         peak: the most bytes of tensors that are alive at one time.
         received: bytes over each axis.
         memory_error, bytes_error: what was computed over the program's, less one; 0.02 is 2 % more.
+        rank: of the pipeline.
         why_not: why the program was not evaluated; the others are 0 then.
     """
 
@@ -72,34 +98,37 @@ class Check:
     received: dict[str, float] = field(default_factory=dict)
     memory_error: float = 0.0
     bytes_error: float = 0.0
+    rank: int = 0
     why_not: str = ""
 
 
+class NotEvaluatedError(ValueError):
+    """A form that is not evaluated; the text is why."""
+
+
 def check(form: Form, model: Description, times: StepTimes) -> Check:
-    """Evaluate a form's program, and compare what was computed for the rank that it runs as."""
-    reason = why_not_evaluated(form, model)
-    if reason is not None:
-        return Check(why_not=reason)
+    """Evaluate a form's program, and compare what was computed for the rank that needs most."""
     try:
-        program = evaluate(form, model)
+        programs = evaluate(form, model)
+    except NotEvaluatedError as error:
+        return Check(why_not=str(error))
     except Exception as error:  # of the model: it reads values, or its output has no logits
         return Check(why_not=shortened(f"{type(error).__name__}: {error}", 200))
+    rank = max(programs, key=lambda rank: programs[rank].peak)
+    program = programs[rank]
     received = sum(program.received.values())
-    moved = sum(times.of(form, rank=0).moved.values())
+    moved = sum(times.of(form, rank=rank).moved.values())
     return Check(
         program.peak,
         program.received,
-        memory_of(form, model, 0).total / program.peak - 1,
+        memory_of(form, model, rank).total / program.peak - 1,
         moved / received - 1 if received else 0.0,
+        rank,
     )
 
 
 def why_not_evaluated(form: Form, model: Description) -> str | None:
     """Return why a form is not evaluated, in words; None if it is."""
-    if form.pp > 1:
-        return "the other stages of a pipeline would count, which are on meta in every program"
-    if form.recompute != "none":
-        return "attention that backward computes again is not one operator on meta"
     if form.ep > 1:
         return "how many rows go to a rank's experts depends on values"
     if model.experts and model.odd_experts is not None:
@@ -108,32 +137,73 @@ def why_not_evaluated(form: Form, model: Description) -> str | None:
         return "compiled blocks run on devices alone"
     if form.regather:
         return "the program saves what it gathers"
-    if model.loss is not default_loss:
-        return "the program has a loss of its own"
     if sum(1 for _ in tensors_in((model.batch,))) > 1:
         return "the program has a batch of its own, of one tensor"
-    if model.kinds > 1 and model.layers > _MOST_BLOCKS:
-        return "blocks are of several kinds"
+    if model.kinds > 1 and form.pp > 1 and max(_own_blocks(form, model).values()) > _MOST_BLOCKS:
+        return "stages have blocks of several kinds"
     return None
 
 
-def evaluate(form: Form, model: Description) -> ProgramCosts:
-    """Return what a step of the program needs on rank 0.
+def evaluate(form: Form, model: Description) -> CostsByRank:
+    """Return what a step of the program needs, for ranks of the pipeline; without one for rank 0.
 
     Raises:
-        ValueError: see `why_not_evaluated`.
+        NotEvaluatedError: see `why_not_evaluated`.
     """
     reason = why_not_evaluated(form, model)
     if reason is not None:
-        raise ValueError(f"{form} is not evaluated: {reason}")
-    if model.layers <= _MOST_BLOCKS:
-        return _of_microbatches(form, model)
-    few, more = (_of_microbatches(form, _shortened(model, count)) for count in (_FEW, _MORE))
-    return _on_line(few, more, (model.layers - _FEW) / (_MORE - _FEW))
+        raise NotEvaluatedError(reason)
+    blocks = _own_blocks(form, model)
+    if max(blocks.values()) <= _MOST_BLOCKS:
+        return _of_microbatches(form, model, tuple(blocks))
+    if model.kinds > 1:
+        return _of_kinds(form, model)
+    few, more = _FEW, _MORE  # on a rank
+    if form.pp > 1:
+        few = max(_FEW_ON_RANK, form.stages)
+        more = few + form.stages
+    first, second = (
+        _of_microbatches(form, _shortened(model, [0] * (count * form.pp)), tuple(blocks))
+        for count in (few, more)
+    )
+    return {
+        rank: _on_line(first[rank], second[rank], (count - few) / (more - few))
+        for rank, count in blocks.items()
+    }
 
 
-def _shortened(model: Description, blocks: int) -> Description:
-    short = model.shortened([0] * blocks)
+def _own_blocks(form: Form, model: Description) -> dict[int, int]:
+    """Return the numbers of blocks of those ranks of the pipeline that are evaluated."""
+    layers = stage_layers(model.layers, form.pp * form.stages)
+    memory = {rank: memory_of(form, model, rank).total for rank in edge_ranks(form)}
+    least = _NEARLY * max(memory.values())
+    ranks = [rank for rank, total in memory.items() if rank == 0 or total >= least]
+    return {rank: sum(layers[stage] for stage in stages_of_rank(form, rank)) for rank in ranks}
+
+
+def _of_kinds(form: Form, model: Description) -> CostsByRank:
+    """Return what a model with blocks of several kinds needs: a line for the number of each."""
+    kinds = model.indices_of_kinds
+    few = [indices[:_FEW_OF_KIND] for indices in kinds]
+
+    def run(chosen: Sequence[Sequence[int]]) -> CostsByRank:
+        blocks = sorted(index for indices in chosen for index in indices)
+        return _of_microbatches(form, _shortened(model, blocks), (0,))
+
+    first = run(few)
+    costs = dict(first)
+    for kind, indices in enumerate(kinds):
+        if len(indices) <= _FEW_OF_KIND:
+            continue
+        one_more = [*few[:kind], indices[: _FEW_OF_KIND + 1], *few[kind + 1 :]]
+        for rank, more in run(one_more).items():
+            steps = len(indices) - _FEW_OF_KIND
+            costs[rank] = costs[rank].plus(more.plus(first[rank], -1), steps)
+    return costs
+
+
+def _shortened(model: Description, blocks: list[int]) -> Description:
+    short = model.shortened(blocks)
     return Description(
         short,
         model.batch,
@@ -146,62 +216,101 @@ def _shortened(model: Description, blocks: int) -> Description:
 
 def _on_line(first: ProgramCosts, second: ProgramCosts, steps: float) -> ProgramCosts:
     """Return `first + steps * (second - first)`."""
+    return first.plus(second.plus(first, -1), steps)
 
-    def line(one: float, two: float) -> float:
-        return one + steps * (two - one)
 
-    def lines(one: dict[str, float], two: dict[str, float]) -> dict[str, float]:
-        return {axis: line(one.get(axis, 0.0), value) for axis, value in two.items()}
-
-    return ProgramCosts(
-        line(first.peak, second.peak),
-        lines(first.received, second.received),
-        lines(first.launches, second.launches),
+def _of_microbatches(form: Form, model: Description, ranks: Sequence[int]) -> CostsByRank:
+    few, more = _few_microbatches(form)
+    if form.microbatches <= more:
+        return _run_all(form, model, ranks)
+    first, second = (
+        _run_all(replace(form, microbatches=count), model, ranks) for count in (few, more)
     )
+    steps = (form.microbatches - few) / (more - few)
+    return {
+        rank: replace(_on_line(first[rank], second[rank], steps), peak=second[rank].peak)
+        for rank in first
+    }
 
 
-def _of_microbatches(form: Form, model: Description) -> ProgramCosts:
-    if form.microbatches <= 2:
-        return _run(form, model)
-    one, two = (_run(replace(form, microbatches=count), model) for count in (1, 2))
-    return replace(_on_line(one, two, form.microbatches - 1), peak=two.peak)
+def _few_microbatches(form: Form) -> tuple[int, int]:
+    """Return two numbers of microbatches from which the costs of more of them follow."""
+    if form.pp == 1:
+        return 1, 2
+    if form.schedule == "gpipe":  # it holds all of them
+        return form.microbatches, form.microbatches
+    if form.stages == 1:
+        return form.pp + 1, form.pp + 2
+    # in rounds of pp, with equal ones
+    in_round = form.microbatches // max(1, form.microbatches // form.pp)
+    return in_round, 2 * in_round
 
 
-def _run(form: Form, model: Description) -> ProgramCosts:
-    """Run two steps of the program, and count the second; the first makes the optimizer's state."""
+def _run_all(form: Form, model: Description, ranks: Iterable[int]) -> CostsByRank:
+    """Run the program as these ranks; the first one tells the others what enters stages."""
+    assumed: dict[Any, Any] = {}
+    return {rank: _run(form, model, rank, assumed) for rank in ranks}
+
+
+def _run(form: Form, model: Description, rank: int, assumed: dict[Any, Any]) -> ProgramCosts:
+    """Run two steps of the program, and count the second.
+
+    The first, in a pipeline with one microbatch, makes the optimizer's state.
+
+    What is alive when the second begins is counted where an operator takes it, so stages of other
+    ranks, which are on "meta" on devices, too, do not count.
+
+    Args:
+        rank: of the pipeline.
+        assumed: as in `AssumedMetas`; filled by rank 0.
+    """
     axes = mesh_axes(form)
     data = tuple(axis for axis in ("dp", "fsdp") if axis in axes)
     spec = P(data or None, "cp" if form.cp > 1 else None)
-    shape = (form.data * form.rows * form.microbatches, *model.one_row_shape[1:])
     dtype = torch.float32 if model.vocabulary is None else torch.int64
     main = _main(form, model)
     memory = PeakMemory("meta")
     reports: list[CommReport] = []
     measured = ExitStack()
 
-    def begin_second_step() -> None:
-        memory.peak = memory.live
-        reports.append(measured.enter_context(comm_report()))
-
-    def rows_of(step: int, mesh: Any) -> tuple[ShardedTensor, ...]:
+    def rows_of(step: int, mesh: Any) -> tuple[Any, ...]:
         if step == 1:
-            begin_second_step()
+            measured.enter_context(memory)
+            reports.append(measured.enter_context(comm_report()))
+        is_short = step == 0 and form.pp > 1
+        rows = form.data * form.rows * (1 if is_short else form.microbatches)
+        shape = (rows, *model.one_row_shape[1:])
         layout = Layout.of(mesh, spec, shape, dtype)
         parts = (torch.empty(layout.local_shape, dtype=dtype, device="meta") for _ in range(2))
-        return tuple(ShardedTensor._make(part, layout) for part in parts)
+        inputs = tuple(ShardedTensor._make(part, layout) for part in parts)
+        # of a list each value is a microbatch
+        return tuple([x] for x in inputs) if is_short else inputs
 
-    with null_world(form.devices, 0), memory, _FlashAttention(), measured:
+    with (
+        torch.random.fork_rng(devices=[]),  # a step of a pipeline draws a number
+        null_world(form.devices, rank * (form.devices // form.pp)) as world,
+        _FlashAttention(),
+        measured,
+    ):
+        metas = world.state(AssumedMetas).metas
+        metas.update(assumed)
         main(rows_of)
-    received, launches = _by_axis(reports[0])
+        assumed.update(metas)
+    received, launches = _by_axis(reports[0], form)
     return ProgramCosts(float(memory.peak), received, launches)
 
 
 def _main(form: Form, model: Description) -> Callable[[Callable[..., Any]], None]:
-    """Return a function that runs two steps of the printed program on "meta" with other data."""
+    """Return a function that runs two steps of the printed program on "meta" with other data.
+
+    Its loss is the caller's, if there is one.
+    """
     names: dict[str, Any] = {"__name__": "train"}
     text = program_text(form, model, "def build(): ...", node=form.devices)
     exec(compile(text, "train.py", "exec"), names)
 
+    if model.loss is not default_loss:
+        names["loss_fn"] = lambda output, labels: model.loss(output, _batch_of(model, labels))
     models = [copy.deepcopy(model.model).to(torch.float32)]  # before operators are counted
 
     def main(rows_of: Callable[..., Any]) -> None:
@@ -211,14 +320,26 @@ def _main(form: Form, model: Description) -> Callable[[Callable[..., Any]], None
     return main
 
 
-def _by_axis(report: CommReport) -> tuple[dict[str, float], dict[str, float]]:
-    """Return bytes and launches; gathers and reductions over shards count as "fsdp"."""
+def _batch_of(model: Description, rows: Tensor) -> Any:
+    """Return a batch with these rows, of the structure of the model's, which has one tensor."""
+    return map_tensors(lambda _: rows, (model.batch,))[0]
+
+
+def _by_axis(report: CommReport, form: Form) -> tuple[dict[str, float], dict[str, float]]:
+    """Return bytes and launches; gathers and reductions over shards count as "fsdp".
+
+    Axes with one rank, and objects that ranks tell each other in the first steps, do not count.
+    """
     received: dict[str, float] = {}
     launches: dict[str, float] = {}
     for source, (count, size) in report.by_source.items():
-        axis = source.axis
+        if source.op == "all_gather_object":
+            continue
+        axis = ",".join(name for name in source.axis.split(",") if getattr(form, name, 2) > 1)
         if set(axis.split(",")) <= _SHARDS and source.op in ("all_gather", "reduce_scatter"):
             axis = "fsdp"
+        elif axis.startswith("ranks "):  # two of a pipeline
+            axis = "pp"
         received[axis] = received.get(axis, 0.0) + size
         if size > _SMALL * count:
             launches[axis] = launches.get(axis, 0.0) + count
@@ -226,7 +347,19 @@ def _by_axis(report: CommReport) -> tuple[dict[str, float], dict[str, float]]:
 
 
 class _FlashAttention(WithoutValues):
-    """`WithoutValues`; attention on "meta" is one operator, as on devices."""
+    """`WithoutValues`; attention on "meta" is one operator, as on devices.
+
+    Backward runs inside of it, since blocks that are recomputed call attention there.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.backward and isinstance(args[0], ShardedTensor):
+            with self:  # the backward of the part comes back here
+                return ShardedTensor.__torch_function__(func, types, args, kwargs)
+        if func is torch.autograd.backward and not any(issubclass(t, ShardedTensor) for t in types):
+            return backward_inside(self, *args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
 
     def attention(self, *args: Any, **kwargs: Any) -> Tensor:
         if not all(x.is_meta for x in args[:3]):

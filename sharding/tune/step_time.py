@@ -300,7 +300,7 @@ class StepTimes:
         of_edges = _Elements(held - blocks * block)
         in_use = of_edges.plus(used, blocks)
         edge_gathers = form.gathers
-        if frees and form.pp > 1 and form.stages == 1:
+        if frees and form.pp > 1:
             edge_gathers -= forwards_before_backward(form, rank) - 1
         gathered = _Elements().plus(of_edges, edge_gathers).plus(used, form.gathers * blocks)
         if frees:

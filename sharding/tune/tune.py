@@ -130,9 +130,7 @@ def tune(
         return program_costs.check(form, described, times)
 
     finalists, needs = _finalists(searched.fitting, time_of, evaluated, usable, check)
-    too_large = [
-        f"{form}: its program needs {size(peak)} of {size(usable)}" for form, peak in needs.items()
-    ]
+    too_large = _programs_too_large(needs, usable)
     if needs:
         searched = searched.without(needs)
     rest = len(searched.fitting) - len(finalists) if len(finalists) < check else 0
@@ -218,6 +216,19 @@ def _finalists(
 
 def _seconds(candidate: Candidate) -> float:
     return candidate.time.total
+
+
+def _programs_too_large(needs: Mapping[Form, float], usable: float) -> list[str]:
+    """Return the reason of the forms whose programs do not fit, in one line."""
+    if not needs:
+        return []
+    form = min(needs, key=lambda form: needs[form])
+    if len(needs) == 1:
+        return [f"{form}: its program needs {size(needs[form])} of {size(usable)}"]
+    return [
+        f"{len(needs)} programs need {size(needs[form])} to {size(max(needs.values()))} of "
+        f"{size(usable)}, the smallest {form}"
+    ]
 
 
 def _no_program(needs: Mapping[Form, float], rest: int, usable: float) -> ValueError:

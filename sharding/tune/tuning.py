@@ -28,7 +28,7 @@ _MFU = (
 _PROPOSED = "tp: by the plan of sm.propose_plan, as the model has none of its own"
 _PROGRAM = (
     "program: by how much memory and received bytes by these formulas differ from those of the "
-    "printed program, evaluated as rank 0"
+    "printed program, on the rank of a pipeline that needs most"
 )
 
 # others gather

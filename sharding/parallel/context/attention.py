@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ....mesh.comm.current_world import current_world
@@ -31,7 +30,7 @@ from ...ops.implicit_comm import implicit_comm
 from ...ops.rules.decomposition_utils import from_parts, splitting_axes
 from ...ops.rules.registry import handler
 from ...tensor.autograd.local_part import known_local
-from ...tensor.convert import from_part, to_local
+from ...tensor.convert import autocast_dtype, from_part, to_local
 from ...tensor.part_shapes import lengths_along
 from ...tensor.sharded_tensor import ShardedTensor
 from ..redistribute_operands import redistribute_operands
@@ -149,10 +148,8 @@ def _attention(query: Any, key: Any, value: Any, options: AttentionOptions) -> S
 
 def _autocast(*tensors: Any) -> tuple[Any, ...]:
     """Cast to the dtype that autocast uses for attention."""
-    kind = tensors[0].device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return tensors
-    return tuple(x.to(torch.get_autocast_dtype(kind)) for x in tensors)
+    dtype = autocast_dtype(tensors[0].device)
+    return tensors if dtype is None else tuple(x.to(dtype) for x in tensors)
 
 
 _strategies: LayoutCache[tuple[Any, ...], AttentionStrategy] = LayoutCache()

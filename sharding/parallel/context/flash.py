@@ -33,7 +33,7 @@ def kernel_for(q: Tensor, k: Tensor, v: Tensor, diagonal: bool = False) -> Flash
     """Return a kernel that supports these tensors [b h l e]; there may be fewer key heads.
 
     On CUDA it is that of cuDNN where `F.scaled_dot_product_attention` would use it, else
-    FlashAttention 2.
+    FlashAttention 2; on "meta" the latter.
     """
     if q.ndim != 4 or v.shape[-1] != q.shape[-1] or not (q.numel() and k.numel()):
         return None
@@ -42,17 +42,12 @@ def kernel_for(q: Tensor, k: Tensor, v: Tensor, diagonal: bool = False) -> Flash
     halves = (
         q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
     )
-    if (
-        q.is_cuda
-        and _CUDA.forward is not None
-        and halves
-        and torch.cuda.get_device_capability(q.device) >= (8, 0)
-    ):
-        return (
-            _CUDNN_KERNEL
-            if _prefers_cudnn(q, k, v, diagonal)
-            else FlashKernel(on_cuda, on_cuda_grads)
-        )
+    if _CUDA.forward is None or not halves:
+        return None
+    if q.is_meta:
+        return _CUDA_KERNEL
+    if q.is_cuda and torch.cuda.get_device_capability(q.device) >= (8, 0):
+        return _CUDNN_KERNEL if _prefers_cudnn(q, k, v, diagonal) else _CUDA_KERNEL
     return None
 
 
@@ -127,6 +122,9 @@ def on_cuda_grads(
     return _CUDA.backward(
         *map(_in_rows, (grad, q, k, v, out)), lse.contiguous(), *options, scale=scale
     )
+
+
+_CUDA_KERNEL = FlashKernel(on_cuda, on_cuda_grads)
 
 
 def _prefers_cudnn(q: Tensor, k: Tensor, v: Tensor, diagonal: bool) -> bool:

@@ -20,6 +20,7 @@ from ....mesh.comm.group import Group
 from ....mesh.comm.recording.recorder import CommTag
 from ....mesh.comm.world import World
 from ....mesh.errors import WatchError
+from ...tensor.convert import autocast_dtype
 from ...tensor.sharded_tensor import ShardedTensor, local_of
 from ..tensor.plain_calls import whole_outputs_plain
 from .actions import Action, Cell, Row, actions_in
@@ -199,7 +200,7 @@ class StepRun:
         carried: list[Tensor] = []
         if stage:
             inputs, carried = self._transport.take_activations(stage, number, signature)
-        if any(torch.is_autocast_enabled(x.device.type) for x in inputs):
+        if any(autocast_dtype(x.device) for x in inputs):
             # autocast caches the casts of leaves, and adds up their gradients in the lower dtype
             carried = [x.view_as(x) if x.requires_grad else x for x in carried]
         running = RunningStage(inputs, split=SplitBackward() if in_two_parts else None)

@@ -725,7 +725,10 @@ class Pipeline:
             values.zero_()
         self._places.group.all_reduce(values, tag=_LOSS)
         if self._loss_dtype is None:
-            self._loss_dtype = _LOSS_DTYPES[int(values[1])]
+            if values.is_meta:  # the other ranks' is not known
+                self._loss_dtype = _LOSS_DTYPES[0] if run.total is None else run.total.dtype
+            else:
+                self._loss_dtype = _LOSS_DTYPES[int(values[1])]
         return values[0].to(self._loss_dtype)
 
     def _sum_tied_gradients(self) -> AbstractContextManager[None]:

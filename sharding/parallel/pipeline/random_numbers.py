@@ -38,7 +38,8 @@ class StepRandom:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device_module = None if device.type == "cpu" else torch.get_device_module(device)
+        has_generator = device.type not in ("cpu", "meta")  # of its own
+        self._device_module = torch.get_device_module(device) if has_generator else None
         self._stream = current_world().state(RandomStream)
         self._seed = int(torch.empty((), dtype=torch.int64).random_())
         self._sharded_seed = _hash_numbers(self._stream.seed, self._stream.drawn)

@@ -17,15 +17,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 
 from ....mesh.comm.thread_context import thread_context
 from ...autograd import engine_hooks
+from ...tensor.autograd.backward import backward_inside
+from ...tensor.convert import autocast_dtype
 from ...tensor.sharded_tensor import ShardedTensor
 from ...trees import map_tensors, tensors_in
 from .deferral.operands import OPERANDS, Operands
@@ -274,7 +277,7 @@ class _MarkWeights(TorchFunctionMode):
             if issubclass(kind, ShardedTensor):
                 return self._run_sharded(kind, func, types, args, kwargs)
         if func is torch.autograd.backward:
-            run = self._backward if torch.is_grad_enabled() else func
+            run = partial(backward_inside, self) if torch.is_grad_enabled() else func
             return run(*args, **kwargs)
         weights = self._weights_in(operands)
         if not weights:
@@ -288,7 +291,7 @@ class _MarkWeights(TorchFunctionMode):
             self._phase.may_recompute = True
         if engine_hooks.transforming():
             return func(*args, **kwargs)
-        if name in _AUTOCAST_OPERATORS and torch.is_autocast_enabled(weights[0].device.type):
+        if name in _AUTOCAST_OPERATORS and autocast_dtype(weights[0].device) is not None:
             args = map_tensors(self._cast, args)
             kwargs = dict(zip(kwargs, map_tensors(self._cast, kwargs.values()), strict=True))
             weights = self._weights_in((*args, *kwargs.values()))
@@ -325,14 +328,6 @@ class _MarkWeights(TorchFunctionMode):
         self._weights.add_sharded(tensors_in((*args, *kwargs.values())))
         with self:
             return kind.__torch_function__(func, types, args, kwargs)
-
-    def _backward(self, tensors: Any, grad_tensors: Any = None, **options: Any) -> None:
-        """Run `torch.autograd.backward` inside of this mode, for what it recomputes."""
-        if options.get("inputs") is not None:
-            return torch.autograd.backward(tensors, grad_tensors, **options)
-        edges = [get_gradient_edge(y) if isinstance(y, Tensor) else y for y in tensors]
-        with self:  # which does not see a backward from edges
-            return torch.autograd.backward(edges, grad_tensors, **options)
 
     def _may_have_weight(self, operands: Iterable[Any]) -> bool:
         """Return False if there is no weight among these operands; True may be wrong."""
@@ -372,7 +367,7 @@ class _MarkWeights(TorchFunctionMode):
             return False
         if not call.weight.is_floating_point():
             return False
-        return call.autocast or not torch.is_autocast_enabled(call.weight.device.type)
+        return call.autocast or autocast_dtype(call.weight.device) is None
 
     def _defer(self, call: Operands, is_input_a_weight: bool) -> Tensor:
         x, weight, bias = call.x, call.weight, call.bias
@@ -383,9 +378,9 @@ class _MarkWeights(TorchFunctionMode):
 
     def _cast(self, x: Tensor) -> Tensor:
         """Return an operand as autocast does; a leaf is cast once in a forward."""
-        if not torch.is_autocast_enabled(x.device.type):
+        dtype = autocast_dtype(x.device)
+        if dtype is None:
             return x
-        dtype = torch.get_autocast_dtype(x.device.type)
         if not x.is_floating_point() or x.dtype in (torch.float64, dtype):
             return x
         is_cached = (

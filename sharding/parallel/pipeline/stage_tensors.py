@@ -24,6 +24,7 @@ from ....kernels.box import slices
 from ....mesh.abstract_mesh import join_names
 from ....mesh.comm.agreement import run_on_all
 from ....mesh.comm.group import Group
+from ....mesh.comm.null import NullWorld
 from ....mesh.device_mesh import DeviceMesh
 from ...layout.layout import Layout
 from ...layout.spec import P
@@ -290,7 +291,11 @@ class StageTensors:
 
         Communication: one all_gather of small objects over the axis.
         """
-        return self.merge(run_on_all(self.group, lambda: self.describe(own), ValueError))
+        told = run_on_all(self.group, lambda: self.describe(own), ValueError)
+        world = self.group.world
+        if isinstance(world, NullWorld):  # whose other ranks would have what this one has
+            told = {world.rank: told[world.rank]}
+        return self.merge(told)
 
     def describe(self, own: Mapping[str, Any]) -> dict[str, Any]:
         """Return what other ranks need to know of this rank's entries.

@@ -24,8 +24,10 @@ import torch
 from torch import Tensor
 
 from ....mesh.comm.channel import Channel, connected_channels
+from ....mesh.comm.null import NullWorld
 from ....mesh.comm.recording.recorder import CommTag
 from ....mesh.comm.work import Work
+from ....mesh.comm.world import World
 from ....mesh.device_mesh import DeviceMesh
 from ...layout.layout import Layout
 from ...layout.spec import P
@@ -174,16 +176,36 @@ def transfers(rows: Rows) -> dict[tuple[int, int], list[Action]]:
     return moved
 
 
+class AssumedMetas:
+    """What enters stages in a world whose other ranks send no headers (`null_world`).
+
+    Stages are taken to pass on what the first one does; `StageRun` compares the shapes.
+
+    Attributes:
+        metas: by the signature of a microbatch. A rank that has the first stage fills it; for one
+            that has not, copy it from the world of such a rank.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.metas: dict[Hashable, Metas] = {}
+
+
 class MetaTable:
     """What is known of the values that enter each stage, by stage and signature of a microbatch.
+
+    Args:
+        world: this rank's.
 
     Attributes:
         metas: both ends of a channel fill it, the sender from the values, the receiver from the
             header.
+        assumed: in a world whose other ranks send no headers; None in others.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, world: World) -> None:
         self.metas: dict[tuple[int, Hashable], Metas] = {}
+        is_alone = isinstance(world, NullWorld)
+        self.assumed = world.state(AssumedMetas) if is_alone else None
 
     def metas_of_gradients(self, stage: int, signature: Hashable) -> Metas | None:
         """Return what goes back from a stage; None if it is not known yet."""
@@ -217,6 +239,22 @@ class MetaTable:
                 f"pipeline: stage {stage} gets {', '.join(map(str, metas))} where it got "
                 f"{', '.join(map(str, known))} for inputs of the same shapes. What is passed "
                 "between stages must follow from the shapes of the inputs: pad what does not."
+            )
+        if self.assumed is not None:
+            self.assumed.metas.setdefault(signature, metas)
+        return metas
+
+    def assume(self, stage: int, signature: Hashable) -> Metas:
+        """Return what enters a stage if no other rank says it.
+
+        Raises:
+            RuntimeError: it is not known what stage 0 passes on.
+        """
+        metas = None if self.assumed is None else self.assumed.metas.get(signature)
+        if metas is None:
+            raise RuntimeError(
+                f"pipeline: in null_world no other rank says what enters stage {stage}; run the "
+                "rank that has stage 0"
             )
         return metas
 
@@ -358,14 +396,22 @@ class Inbox:
 
     def _receive_header(self, action: Action) -> Metas:
         """Receive the header of the next message, which has activations."""
+        stage, signature = self._key(action)
+        if self._table.assumed is not None:
+            of_sender = self._table.assume(stage, signature)
+        else:
+            of_sender = self._received_metas()
+        metas = tuple(meta.with_rows(*self._shares) for meta in of_sender)
+        self._described.add((stage, signature))
+        self._table.metas[stage, signature] = metas
+        return metas
+
+    def _received_metas(self) -> Metas:
         size = torch.empty(1, dtype=torch.int64, device=self._device)
         self._channel.receive(size, _HEADER_SIZE).wait()
         data = torch.empty(int(size), dtype=torch.uint8, device=self._device)
         self._channel.receive(data, _HEADER).wait()
-        of_sender: Metas = pickle.loads(data.cpu().numpy().tobytes())
-        metas = tuple(meta.with_rows(*self._shares) for meta in of_sender)
-        self._described.add(self._key(action))
-        self._table.metas[self._key(action)] = metas
+        metas: Metas = pickle.loads(data.cpu().numpy().tobytes())
         return metas
 
     def _post(self, metas: Metas) -> None:
@@ -412,7 +458,7 @@ class Transport:
         self._places = places
         self._mesh = mesh
         self._stage_meshes = stage_meshes
-        self._table = MetaTable()
+        self._table = MetaTable(mesh.world)
         # by the other rank
         self._outboxes: dict[int, Outbox] = {}
         self._inboxes: dict[int, Inbox] = {}

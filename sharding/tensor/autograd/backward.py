@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.overrides import TorchFunctionMode
 
 from ...autograd import engine_hooks
 from ...autograd.grad_origin import Origin, note_origin
@@ -43,6 +45,20 @@ def backward(
         torch.autograd.backward(
             [part_of(y) for y in tensors], seeds, retain_graph, create_graph, inputs=leaves
         )
+
+
+def backward_inside(
+    mode: TorchFunctionMode, tensors: Any, grad_tensors: Any = None, *args: Any, **options: Any
+) -> None:
+    """Run `torch.autograd.backward` inside of a mode that has intercepted it.
+
+    What backward computes again then runs inside of the mode, too, unless there are `inputs`.
+    """
+    if options.get("inputs") is not None or len(args) > 3:
+        return torch.autograd.backward(tensors, grad_tensors, *args, **options)
+    edges = [get_gradient_edge(y) if isinstance(y, Tensor) else y for y in _as_list(tensors)]
+    with mode:  # which does not see a backward from edges
+        return torch.autograd.backward(edges, grad_tensors, *args, **options)
 
 
 def summable(y: Any) -> Any:

@@ -56,6 +56,7 @@ SLOW = [
     Form(dp=8, rows=2),
     Form(fsdp=4, rows=1, microbatches=4),
     Form(fsdp=4, rows=4, recompute="full"),
+    Form(fsdp=4, rows=2, microbatches=2, recompute="full"),
     Form(fsdp=4, rows=4, recompute="selective"),
     Form(fsdp=8, rows=1, microbatches=2),
     Form(fsdp=4, rows=4, zero=2),

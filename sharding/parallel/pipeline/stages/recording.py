@@ -117,7 +117,7 @@ class Recording:
     """A recorded forward.
 
     Attributes:
-        device: on which the forward ran.
+        device: that of the arguments.
         events: what happened, in order.
         result: the tensors of the result.
         places: the first place of each parameter and buffer, by the number of the tensor.
@@ -156,13 +156,14 @@ def record(
     Raises:
         RuntimeError: the forward reads a value of a tensor outside of units; the text has the line.
     """
-    devices = [x.device for x in tensors_of((args, kwargs)) if not x.is_meta]
-    device = devices[0] if devices else torch.device("cpu")
+    devices = sorted((x.device for x in tensors_of((args, kwargs))), key=_is_meta)
+    given = devices[0] if devices else torch.device("cpu")
+    device = torch.device("cpu") if _is_meta(given) else given  # on which fake tensors can be
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fake_args, fake_kwargs = as_fake((args, kwargs), mode, device)
     model = as_fake(skeleton, mode, device)
     prepare(model)
-    recorder = Recorder(model, device, is_in_unit, count_flops)
+    recorder = Recorder(model, given, is_in_unit, count_flops)
     for module in model.modules():
         intercept_calls(module)
     has_cache = torch.is_autocast_cache_enabled()
@@ -180,6 +181,10 @@ def record(
         torch.set_autocast_cache_enabled(has_cache)
     recorder.recording.result = [recorder.key(x) for x in tensors_of(result)]
     return recorder.recording
+
+
+def _is_meta(device: torch.device) -> bool:
+    return device.type == "meta"
 
 
 class Recorder(TorchDispatchMode):
