@@ -127,7 +127,8 @@ def main():
     add("--lora", action="store_true", help="train adapters alone")
     add("--apart", action="store_true", help="save adapters apart, not merged into the model")
     options = parser.parse_args()
-    for path in filter(None, (options.model, options.data)):
+    config = options.model and options.model / "config.json"
+    for path in filter(None, (options.model, config, options.data)):
         if not path.exists():
             sys.exit(f"finetune_hf.py: there is no {path}")
     for name in ("steps", "every", "batch"):

@@ -477,7 +477,7 @@ def axes_text(shape: Sequence[int], names: Sequence[str]) -> str:
 def parse_mesh(text: str) -> AbstractMesh:
     """parse_mesh("dp=2,tp=4") -> AbstractMesh((2, 4), ("dp", "tp")). Raises: ValueError."""
     axes = [part.partition("=") for part in text.split(",")]
-    if not all(name.strip() and whole_number(size.strip()) is not None for name, _, size in axes):
+    if not all(name.strip() and (whole_number(size.strip()) or 0) > 0 for name, _, size in axes):
         raise ValueError(
             f"{shortened(text)!r} is not a mesh; write its axes with their sizes, major to minor, "
             "as in dp=2,tp=4"

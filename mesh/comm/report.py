@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import CommBudgetError
-from ..figure import HATCHES, SERIES, drawn, in_bytes
+from ..figure import HATCHES, SERIES, Pictured, drawn, in_bytes
 from ..text import table_lines
 from .call_site import UserCall, user_call
 from .current_world import current_world
@@ -56,7 +56,7 @@ class _Usage:
         self.received += received
 
 
-class CommReport:
+class CommReport(Pictured):
     """Number and size of the collectives in a `comm_report` or `comm_budget`, on this rank.
 
     Attributes:
@@ -166,6 +166,9 @@ class CommReport:
             )
         )
         return "\n".join(table_lines(rows, right=(3, 4, 5)))
+
+    def _notebook_text(self) -> str:
+        return self.report()
 
     def picture(self, path: str | PathLike[str] | None = None) -> Figure:
         """Return a figure of the bytes received: a bar for each axis, a part for each operator.

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from ..abstract_mesh import AbstractMesh, parse_mesh
+from ..abstract_mesh import AbstractMesh, axes_text, parse_mesh
 from ..launch.local_processes import LaunchError, check_process_count, launch
 from ..monitor.recording.cleanup import remove_left
 from ..monitor.recording.files import parent_folders
@@ -153,8 +153,8 @@ def _mesh_of_host(abstract_mesh: AbstractMesh | None, nprocs: int | None, facts:
     size = nprocs if abstract_mesh is None else abstract_mesh.size()
     if nprocs not in (None, size):
         raise ValueError(
-            f"--mesh {abstract_mesh!r} has {size} ranks, but --nprocs is {nprocs}: leave one of "
-            f"them out"
+            f"--mesh {_as_argument(abstract_mesh)} has {size} ranks, but --nprocs is {nprocs}: "
+            "leave one of them out"
         )
     if size is None:
         count = len(facts.devices.usable)
@@ -168,6 +168,11 @@ def _mesh_of_host(abstract_mesh: AbstractMesh | None, nprocs: int | None, facts:
             f"collectives need at least 2 processes, got {size}: write --nprocs 2, or more"
         )
     return _mesh_of_size(abstract_mesh, size, facts)
+
+
+def _as_argument(mesh: AbstractMesh | None) -> str:
+    """Return a mesh as it is written after --mesh."""
+    return "" if mesh is None else axes_text(mesh.shape, mesh.axis_names).replace(" ", "")
 
 
 def _mesh_of_size(abstract_mesh: AbstractMesh | None, size: int, facts: Facts) -> _Mesh:

@@ -29,7 +29,7 @@ from ...mesh.comm import call_site
 from ...mesh.comm.null import null_world
 from ...mesh.comm.report import CommReport, comm_report
 from ...mesh.device_mesh import DeviceMesh, init_device_mesh
-from ...mesh.figure import SERIES, drawn, in_bytes
+from ...mesh.figure import SERIES, Pictured, drawn, in_bytes
 from ..layout.layout import Layout, distinct_mesh_names
 from ..tensor.sharded_tensor import ShardedTensor
 from .peak_memory import PeakMemory
@@ -42,7 +42,7 @@ _NO_VALUES = ("meta tensor", "Meta tensor", "meta device", "register_meta")
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class Evaluated(Pictured):
     """The result of `eval_shape`. `print` shows it as a table.
 
     Attributes:

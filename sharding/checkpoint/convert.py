@@ -124,7 +124,7 @@ def convert(
 
     Raises:
         ValueError: an unknown format; a source that is none; a target that has files; a key that
-            the checkpoint does not have.
+            the checkpoint does not have, or that is not needed.
         FileNotFoundError, CheckpointError: as `load`.
         RuntimeError: in a job of several ranks.
 
@@ -167,6 +167,11 @@ def run_conversion(
             "to safetensors files"
         )
     source_format = format_of(source)
+    if key is not None and (source_format == "safetensors") == (to == "safetensors"):
+        raise ValueError(
+            f"convert(key={key!r}): from {source_format} to {to} all entries are written; leave it "
+            "out"
+        )
     if source_format == "safetensors":
         weights: Any = mapped_tensors(source)
         inner = _MODEL if key is None else key

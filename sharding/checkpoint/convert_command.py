@@ -55,6 +55,6 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
             byte_progress,
         )
     except (ValueError, OSError, CheckpointError) as error:
-        parser.error(shortened(str(error), 1000))
+        parser.error(shortened(str(error).removeprefix("convert: "), 1000))
     print(json.dumps(conversion.as_dict(), indent=2) if arguments.json else conversion)
     return 0

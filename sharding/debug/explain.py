@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...mesh.figure import Pictured
 from ...mesh.text import table_lines
 from ...mesh.topology import Topology, seconds_text
 from ..layout.layout import Layout
@@ -77,7 +78,7 @@ class StepCost:
 
 
 @dataclass(frozen=True, eq=False)
-class Explanation:
+class Explanation(Pictured):
     """A plan with its costs; prints as a table.
 
     On meshes of more than 64 ranks, the bytes, buffers and seconds of a step are the maximum over a

@@ -208,13 +208,10 @@ class _Redistribute(torch.autograd.Function):
         if len(locals_) == 1:
             (local,) = locals_
             out = executor(src, dst)(local) if ready is None else ready.wait()[0]
-            return (out.view_as(out) if out is local else out,)
+            return (_result(out, locals_),)
         ctx.set_materialize_grads(False)
-        shared = {x.untyped_storage().data_ptr() for x in locals_}
         outs = ready.wait() if ready is not None else []
-        return tuple(
-            out.view_as(out) if out.untyped_storage().data_ptr() in shared else out for out in outs
-        )
+        return tuple(_result(out, locals_) for out in outs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -250,6 +247,17 @@ class _Redistribute(torch.autograd.Function):
         for (i, _), grad in zip(indexed_grads, moved, strict=True):
             input_grads[i] = cast(grad, ctx.dtypes[i])
         return None, None, None, *input_grads
+
+
+def _result(out: Tensor, locals_: Sequence[Tensor]) -> Tensor:
+    """Return the result of a node: a view of an operand, or a tensor that may be written in place.
+
+    What collectives have received may be a view of their buffer, which torch would not let programs
+    write.
+    """
+    if any(out.untyped_storage()._cdata == x.untyped_storage()._cdata for x in locals_):
+        return out.view_as(out)
+    return out.detach() if out._is_view() else out
 
 
 def _backward_ends(ends: Ends, comm_dtype: torch.dtype) -> Ends:

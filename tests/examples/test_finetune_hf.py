@@ -135,6 +135,8 @@ def test_adapters_apart_in_half_precision(base, data, tmp_path):
         (["--every", "0"], "finetune_hf.py: --every must be at least 1"),
         (["--batch", "-1"], "finetune_hf.py: --batch must be at least 1"),
         (["--data", "missing.jsonl"], "finetune_hf.py: there is no missing.jsonl"),
+        (["--model", "missing"], "finetune_hf.py: there is no missing"),
+        (["--model", str(SCRIPT)], f"finetune_hf.py: there is no {SCRIPT / 'config.json'}"),
     ],
 )
 def test_arguments_that_make_no_sense(arguments, message, monkeypatch):

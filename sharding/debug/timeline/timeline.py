@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from ....mesh.comm.report import save_events, trace_event
+from ....mesh.figure import MOST_BARS, Pictured
 from ....mesh.topology import Topology, seconds_text
 from ...jit.collectives import OPERATORS, WAIT, site_of
 from ...jit.inspection.flops import flops_of
@@ -32,7 +33,7 @@ Times = Callable[[fx.Node], float]
 
 
 @dataclass(frozen=True, eq=False)
-class Timeline:
+class Timeline(Pictured):
     """The result of `timeline`. `print` shows it as a table.
 
     Attributes:
@@ -126,6 +127,9 @@ class Timeline:
         """
         heading = str(self).splitlines()[0]
         return timeline_picture(self.events, self.lanes, self.seconds, heading, path)
+
+    def _notebook_text(self) -> str | None:
+        return str(self) if len(self.events) <= MOST_BARS else None
 
     def __str__(self) -> str:
         how = "measured" if self.measured else "predicted"

@@ -9,6 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ....mesh.figure import MOST_BARS, Pictured
 from .actions import (
     Action,
     Cell,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, init=False)
-class Schedule:
+class Schedule(Pictured):
     """Schedule(rows) -> Schedule: what each rank of a pipeline does, in which order.
 
     Row r is what rank r runs, from left to right: forward (F), backward (B), or the two parts of a
@@ -249,6 +250,10 @@ class Schedule:
         with open(path, newline="") as file:
             rows = read_rows(file, ignore_communication)
         return Schedule(rows, name=Path(path).stem if name is None else name)
+
+    def _notebook_text(self) -> str | None:
+        """Return no text, since the picture has the same rows."""
+        return "" if sum(map(len, self.rows)) <= MOST_BARS else None
 
     def __str__(self) -> str:
         try:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from os import PathLike
 from typing import TYPE_CHECKING
 
+from ....mesh.figure import MOST_BARS, Pictured
 from .chart import chart_picture, chart_text
 from .event import Events, ShardCommunication
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class Timeline(Pictured):
     """The result of a simulation.
 
     Attributes:
@@ -100,6 +101,10 @@ class Timeline:
         """
         heading = f"{title}\n{self.summary()}" if title else self.summary()
         return chart_picture(self.events, heading, path)
+
+    def _notebook_text(self) -> str | None:
+        """Return no text, since the picture has the same rows."""
+        return "" if sum(map(len, self.events)) <= MOST_BARS else None
 
     def summary(self) -> str:
         """Return makespan, bubbles and live activations in one line."""

@@ -75,6 +75,7 @@ def test_options_of_torchrun_pass_through_unread(program, launched, monkeypatch)
         (["train.py"], "write --mesh with the axes"),
         (["train.py", "--mesh"], "--mesh has no value"),
         (["train.py", "--mesh", "4"], "'4' is not a mesh"),
+        (["train.py", "--mesh", "dp=2,tp=0"], "'dp=2,tp=0' is not a mesh"),
         (["train.py", "--mesh", "a=2,a=2"], "twice"),
         (["other.py", "--mesh", "dp=2"], "there is no file 'other.py'"),
         (["--mesh", "dp=2"], "write the program to run"),

@@ -108,6 +108,10 @@ def test_files_and_keys(tmp_path):
         ({"source": "empty"}, "empty is neither"),
         ({"target": "source"}, "exists already"),
         ({"key": "ema"}, r"key='ema'\): .* has no such entry; it has \['model', 'epoch'\]"),
+        (
+            {"key": "ema", "to": "dcp"},
+            r"key='ema'\): from checkpoint to dcp all entries are written",
+        ),
         ({"to": "zip"}, "write one of checkpoint, safetensors, dcp"),
         ({"config": "missing"}, "it must be a folder"),
         ({"step": 8}, "has no complete checkpoint of step 8"),
@@ -154,7 +158,7 @@ def test_the_command(tmp_path, capsys):
         main(["convert", str(folder), target, "--to", "checkpoint"])
     assert ended.value.code == 2
     said = capsys.readouterr().err
-    assert "exists already" in said
+    assert f" convert: error: {target} exists already" in said
     assert said.count("\n") == 1
 
 

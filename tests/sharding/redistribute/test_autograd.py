@@ -207,6 +207,35 @@ def test_result_never_shares_memory(mesh_shape, spec):
     on_mesh(mesh_shape, program)
 
 
+@given(moves())
+@settings(max_examples=examples(100), deadline=None)
+def test_the_result_may_be_written_in_place(move):
+    """Also where collectives receive into a buffer of which the result is a view.
+
+    A view of the operand, where nothing moves, may not.
+    """
+    mesh_shape, shape, before, after = move
+
+    def program(mesh):
+        src, dst = layout_of(mesh, before, shape), layout_of(mesh, after, shape)
+        local = reference.local_part(
+            reference.contributions(mesh, src.spec, shape), src
+        ).requires_grad_()
+        expected = redistribute_local(local * 1, src, dst)
+        operand = local * 1
+        written = redistribute_local(operand, src, dst)
+        if written.untyped_storage()._cdata == operand.untyped_storage()._cdata:
+            return
+        written.mul_(3)
+        torch.testing.assert_close(written, expected * 3, rtol=0, atol=0)
+        seed = torch.ones_like(expected)
+        (grad,) = torch.autograd.grad(written, local, seed)
+        (of_expected,) = torch.autograd.grad(expected, local, seed * 3)
+        torch.testing.assert_close(grad, of_expected, rtol=1e-12, atol=1e-12)
+
+    on_mesh(mesh_shape, program)
+
+
 def test_forward_and_backward_dtype():
     """Forward communicates in one dtype, the gradient in another, and the gradient has the dtype of
     the source.

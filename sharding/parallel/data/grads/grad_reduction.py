@@ -111,7 +111,13 @@ class Bucket:
         scaled = piece if scale == 1 else piece.mul_(scale)
         if hook is not None:
             hook(scaled)
-        parts = self.flat.shards_in(self.storage.as_shard(scaled))
+        shard = self.storage.as_shard(scaled)
+        parts = self.flat.shards_in(shard)
+        is_here = shard.device == scaled.device  # else its values may still be on their way
+        if is_here and not all(part.is_contiguous() for part in parts):
+            # Those that are split along another dim than 0 are copied by autograd in any case, to
+            # the strides of their parameters. Copy the others too, so that the piece is freed.
+            parts = [part.clone(memory_format=torch.contiguous_format) for part in parts]
         return [part if exists else None for part, exists in zip(parts, has_grad, strict=True)]
 
     def defer(self, grads: Grads) -> None:

@@ -183,6 +183,7 @@ def write_page(folder: Path, pid: int) -> None:
     [
         (["--nprocs", "1"], "collectives need at least 2 processes, got 1"),
         (["--mesh", "dp"], "'dp' is not a mesh"),
+        (["--mesh", "dp=3", "--nprocs", "2"], "--mesh dp=3 has 3 ranks, but --nprocs is 2"),
         (["--mesh", "dp=2,tp=2", "--nprocs", "3"], "--nprocs is 3"),
     ],
 )

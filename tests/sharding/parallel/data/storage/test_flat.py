@@ -13,6 +13,7 @@ import shardmesh as sm
 from shardmesh import P, compat
 from shardmesh.parallel import data_parallel, fully_shard
 from shardmesh.sharding.parallel.data.storage.flat import _dims_and_layout
+from shardmesh.sharding.parallel.data.unit import unit_of
 
 # A block of a mixture, with 1/32 of the width of Mixtral 8x7B.
 EXPERTS = [(8, 896, 128), (8, 128, 448)]
@@ -89,6 +90,47 @@ def test_a_stack_that_is_split_by_rows_trains_as_on_one_rank():
     for own, parameters in sm.simulate(3)(rank)():
         assert own == pytest.approx(losses)
         torch.testing.assert_close(parameters, [x.detach() for x in model.parameters()])
+
+
+class GatedExperts(nn.Module):
+    """One stack is split along dim 1, the other one and the bias along dim 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(2, 48, 6, dtype=torch.float64))
+        self.down = nn.Parameter(torch.randn(4, 6, 12, dtype=torch.float64))
+        self.bias = nn.Parameter(torch.randn(48, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.bmm(x, self.up.mT) + self.bias
+        return torch.bmm(hidden.view(4, -1, 12), self.down.mT)
+
+
+def test_gradients_hold_no_more_memory_than_a_piece_of_the_buffer():
+    """Live bytes: a copy of one gradient must not leave the piece of all of them in memory."""
+
+    def made():
+        torch.manual_seed(0)
+        return GatedExperts(), torch.randn(2, 8, 6, dtype=torch.float64)
+
+    def rank():
+        model, x = made()
+        mesh = sm.init_device_mesh("cpu", (4,), axis_names=("dp",))
+        fully_shard(model, mesh, axes="dp")
+        specs = [x.spec for x in model.parameters()]
+        model(x).square().mean().backward()
+        grads = [x.grad for x in model.parameters()]
+        memory = {x._local.untyped_storage().data_ptr(): x._local for x in grads}
+        live = sum(x.untyped_storage().nbytes() for x in memory.values())
+        (bucket,) = unit_of(model).plan.buckets
+        return specs, live, bucket.storage.shard.nbytes, [x.full_tensor() for x in grads]
+
+    model, x = made()
+    model(x).square().mean().backward()
+    for specs, live, piece, grads in sm.simulate(4)(rank)():
+        assert [spec.dims.index(("dp",)) for spec in specs] == [1, 0, 0]
+        assert live <= piece
+        torch.testing.assert_close(grads, [x.grad for x in model.parameters()])
 
 
 def test_only_fully_shard_chooses_the_dim():
