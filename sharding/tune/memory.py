@@ -190,14 +190,10 @@ def memory_of(form: Form, model: Description, rank: int) -> Memory:
     )
 
 
-def edge_ranks(form: Form) -> list[int]:
-    """Return the ranks of the pipeline of which one holds most: the first two and the last."""
-    return sorted({0, min(1, form.pp - 1), form.pp - 1})
-
-
 def peak_memory(form: Form, model: Description) -> tuple[int, Memory]:
     """Return the rank of the pipeline that holds most, and what it holds."""
-    by_rank = {rank: memory_of(form, model, rank) for rank in edge_ranks(form)}
+    ranks = sorted({0, min(1, form.pp - 1), form.pp - 1})
+    by_rank = {rank: memory_of(form, model, rank) for rank in ranks}
     busiest = max(by_rank, key=lambda rank: by_rank[rank].total)
     return busiest, by_rank[busiest]
 

@@ -1,7 +1,7 @@
 """Memory and bytes of a form's printed program: its second step on "meta", as `eval_shape` runs it.
 
-    ranks           0; of a pipeline also the second and the last, if they need nearly as much as
-                    the one that needs most by the formulas
+    ranks           0; of a pipeline also the one that needs most by the formulas, and the last, if
+                    it needs nearly as much
     blocks          up to 8     of all, or on a rank: the program as it is
                     more        with 4 and 6, in pipelines with 2 and 3 on a rank, or with 1 and 2
                                 in each of several stages; the rest follows on a line
@@ -39,7 +39,7 @@ from ..trees import map_tensors, tensors_in
 from .counts import FUSED_ON_META, WithoutValues
 from .description import Description, default_loss, stage_layers
 from .form import Form
-from .memory import edge_ranks, memory_of, stages_of_rank
+from .memory import memory_of, peak_memory, stages_of_rank
 from .program import mesh_axes, program_text
 from .step_time import StepTimes
 
@@ -175,10 +175,13 @@ def evaluate(form: Form, model: Description) -> CostsByRank:
 def _own_blocks(form: Form, model: Description) -> dict[int, int]:
     """Return the numbers of blocks of those ranks of the pipeline that are evaluated."""
     layers = stage_layers(model.layers, form.pp * form.stages)
-    memory = {rank: memory_of(form, model, rank).total for rank in edge_ranks(form)}
-    least = _NEARLY * max(memory.values())
-    ranks = [rank for rank, total in memory.items() if rank == 0 or total >= least]
-    return {rank: sum(layers[stage] for stage in stages_of_rank(form, rank)) for rank in ranks}
+    busiest, memory = peak_memory(form, model)
+    ranks = {0, busiest}
+    if memory_of(form, model, form.pp - 1).total >= _NEARLY * memory.total:
+        ranks.add(form.pp - 1)
+    return {
+        rank: sum(layers[stage] for stage in stages_of_rank(form, rank)) for rank in sorted(ranks)
+    }
 
 
 def _of_kinds(form: Form, model: Description) -> CostsByRank:
