@@ -235,16 +235,16 @@ class Description:
         self.vocabulary: int | None = getattr(config, "vocab_size", None)
         self.width: int | None = getattr(config, "hidden_size", None)
         self.hidden: int | None = getattr(config, "intermediate_size", None)
-        mixtures = dict(_mixtures(model))
-        self.experts: int = min((inner.num_experts for inner in mixtures.values()), default=0)
+        with_experts = dict(mixtures(model))
+        self.experts: int = min((inner.num_experts for inner in with_experts.values()), default=0)
         self.expert_weights = sorted(
             {
                 f"{self._pattern(path)}.{name}"
-                for path, inner in mixtures.items()
+                for path, inner in with_experts.items()
                 for name, _ in inner.named_parameters()
             }
         )
-        odd = map(why_not_moe, mixtures.values())
+        odd = map(why_not_moe, with_experts.values())
         self.odd_experts: str | None = next((why for why in odd if why is not None), None)
         self._is_callers_plan = plan is not None
         self.plan: dict[str, Any] = own_plan(model) if plan is None else dict(plan)
@@ -349,7 +349,25 @@ class Description:
             odd_attention,
         )
 
-    def _run(self, blocks: list[int], tp: int, sequence_parallel: bool, compiled: bool) -> _Run:
+    def block_like(self, index: int) -> int:
+        """Return the first block with the same shapes of parameters as a block."""
+        return next(members[0] for members in self._kinds.values() if index in members)
+
+    def evaluate(
+        self,
+        step: Callable[[nn.Module, Any], Any],
+        blocks: list[int],
+        tp: int,
+        sequence_parallel: bool,
+    ) -> Any:
+        """Run a function of model and batch by `eval_shape`, as a rank of an axis "tp".
+
+        Args:
+            blocks: those of a copy of the model, which the function gets, with the plan applied.
+
+        Raises:
+            ValueError: the model cannot run without values.
+        """
         mesh = AbstractMesh((tp,), ("tp",))
         model = self.shortened(blocks).to(self.dtype)
         plan = styles_of(plan_of_copy(self.plan_of(sequence_parallel), self.model, model))
@@ -363,19 +381,22 @@ class Description:
                 return Layout.of(mesh, P(), shape, x.dtype)
             return torch.empty(shape, dtype=x.dtype, device="meta")
 
-        def step(module: nn.Module, batch: Any) -> _Run:
-            return _run_once(module, batch, self.loss, self.blocks, is_compiled=compiled)
-
         try:
             model = eval_shape(prepared, model, mesh=mesh).result
             batch = map_tensors(place, (self.batch,))[0]
-            evaluated = eval_shape(step, model, batch, mesh=mesh)
+            return eval_shape(step, model, batch, mesh=mesh)
         except (RuntimeError, NotImplementedError) as error:
             where = f" as a rank of tp={tp}" if tp > 1 else ""
             raise ValueError(
                 f"tune: {type(model).__name__} cannot run without values{where}, which counting "
                 f"needs: {error}"
             ) from error
+
+    def _run(self, blocks: list[int], tp: int, sequence_parallel: bool, compiled: bool) -> _Run:
+        def step(module: nn.Module, batch: Any) -> _Run:
+            return _run_once(module, batch, self.loss, self.blocks, is_compiled=compiled)
+
+        evaluated = self.evaluate(step, blocks, tp, sequence_parallel)
         run: _Run = evaluated.result
         transient = evaluated.peak_bytes - evaluated.argument_bytes - run.saved
         return replace(run, transient=max(0.0, transient))
@@ -427,7 +448,7 @@ def _run_once(model: nn.Module, batch: Any, loss: Loss, blocks: str, *, is_compi
         forward = replace(forward, kernels=compiled.forward)
         backward = replace(backward, kernels=compiled.backward)
     by_experts = counts.rows_of_experts
-    in_experts = {id(x): x for _, inner in _mixtures(model) for x in inner.parameters()}
+    in_experts = {id(x): x for _, inner in mixtures(model) for x in inner.parameters()}
     costs = Costs(
         sum(map(_local_numel, parameters)),
         sum(map(_local_numel, in_experts.values())),
@@ -497,7 +518,7 @@ def default_loss(output: Any, batch: Any) -> Any:
     return first.float().mean()
 
 
-def _mixtures(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def mixtures(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield paths and modules whose parameters have a slice for each expert.
 
     Those of transformers do: `num_experts`, and stacks of matrices of so many.
@@ -553,7 +574,7 @@ class _Places:
         for index, block in enumerate(self._blocks.children()):
             self._handles.append(block.register_forward_pre_hook(partial(self._enter, index)))
             self._handles.append(block.register_forward_hook(self._leave, always_call=True))
-        for _, inner in _mixtures(self._model):
+        for _, inner in mixtures(self._model):
             self._handles.append(inner.register_forward_pre_hook(self._enter_experts))
             self._handles.append(inner.register_forward_hook(self._leave_experts))
         for inner in self._model.modules():

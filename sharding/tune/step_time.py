@@ -18,7 +18,7 @@ decides: it computes `Description.imbalance` times the mean, one of its experts 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..parallel.pipeline.make_schedule import make_schedule
@@ -431,9 +431,14 @@ class StepTimes:
                     backward = backward.plus(rows).plus(counts)
             if form.recompute != "none":
                 is_full = form.recompute == "full"
-                phase = costs.block.again_whole if is_full else costs.block.again
+                whole = costs.block.again_whole
+                phase = whole if is_full else costs.block.again
+                runs_attention = is_full or form.cp > 1  # nothing saves what ring attention returns
+                if runs_attention and not is_full:
+                    phase = replace(phase, attention=whole.attention)
                 launch = self._prices.device.again.get(form.recompute)
-                again = self._pass(phase, costs.block, form, sends=int(is_full), launch=launch)
+                sends = int(runs_attention)
+                again = self._pass(phase, costs.block, form, sends=sends, launch=launch)
                 backward = backward.plus(again)
             units = _Units(
                 forward,

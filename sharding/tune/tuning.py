@@ -11,6 +11,7 @@ import torch
 
 from ...mesh.text import table_lines
 from .description import Description
+from .events import StepEvents, step_events
 from .form import Form
 from .measure import measure_program
 from .memory import size
@@ -146,6 +147,26 @@ class Tuning:
             axis: self.prices.source(form.group(axis, node), _OP_OF.get(axis, "all_gather"))
             for axis in form.sizes
         }
+
+    def events(self, form: Form | None = None, *, rank: int = 0) -> StepEvents:
+        """tuning.events() -> StepEvents: what a rank computes and communicates, in order.
+
+        Of a step of the form's program after the first. Each event has `phase`, `stage`,
+        `microbatch`, `op`, `axis` and `of`; `print` shows them. The sums of a few numbers, of the
+        loss and of the norm of gradients, are not among them.
+
+        Args:
+            form: by default the best one.
+            rank: of the pipeline.
+
+        Raises:
+            ValueError: no such rank; or the order of the form is not predicted: compiled blocks,
+                `regather`, expert parallelism with recomputation, experts with tp > 1, or tied
+                parameters in a pipeline.
+
+        Communication: none.
+        """
+        return step_events(form or self.best.form, self.model, rank)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the result as values of JSON: seconds and bytes."""
