@@ -10,6 +10,7 @@ several kinds (dense ones before mixtures) are counted one by one and averaged.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -249,9 +250,22 @@ class Description:
         self._is_callers_plan = plan is not None
         self.plan: dict[str, Any] = own_plan(model) if plan is None else dict(plan)
         self.sequence_plan = sequence_plan(model, self.blocks, self.plan)
+        self._others: dict[torch.dtype, Description] = {}
         self._costs: dict[tuple[int, bool, bool], ModelCosts] = {}
         self._stages: dict[tuple[int, bool, int], Stages] = {}
         self._why_not_tp: dict[tuple[int, bool], str | None] = {}
+
+    def computing_in(self, dtype: str) -> Description:
+        """Return the description of the same model that computes in "bfloat16" or "float32"."""
+        wanted: torch.dtype = getattr(torch, dtype)
+        if wanted is self.dtype:
+            return self
+        other = self._others.get(wanted)
+        if other is None:
+            other = self._others[wanted] = copy.copy(self)
+            other.dtype, other._others = wanted, {self.dtype: self}
+            other._costs, other._stages, other._why_not_tp = {}, {}, {}
+        return other
 
     def _pattern(self, path: str) -> str:
         """Return a path with a star for the index of the block."""

@@ -46,7 +46,6 @@ _FIRST_BUCKET, _BUCKET = (
     1 << 20,
     25 << 20,
 )  # of data_parallel: parallel/data/grads/grad_bucketing.py
-_REDUCED = 4  # bytes of an element of a gradient there
 
 Phase = Literal["forward", "backward", "end of step"]
 
@@ -448,7 +447,7 @@ class _Step:
         if is_alone:
             self._launch_bucket()
         self._waiting.append(unit)
-        size = _REDUCED * sum(one.elements for one in self._waiting)
+        size = self._form.kept_bytes * sum(one.elements for one in self._waiting)
         if is_alone or size >= self._threshold:
             self._launch_bucket()
 

@@ -148,6 +148,9 @@ def _inner_forms(
                 compiled=allowed("compiled", [False, True])[0],
                 regather=allowed("regather", [False, True])[0],
                 balanced=base.cp > 1 and allowed("balanced", [False, True])[0],
+                param_dtype=allowed("param_dtype", ["bfloat16", "float32"])[0],
+                reduce_dtype=allowed("reduce_dtype", ["float32", "bfloat16"])[0],
+                dtype=allowed("dtype", ["float32", "bfloat16"])[0],
             )
 
 

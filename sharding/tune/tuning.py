@@ -21,8 +21,8 @@ from .search import Candidate
 from .step_time import model_flops
 
 _MFU = (
-    "MFU: three times the flops of forward, attention as if not causal, over the peak in bfloat16; "
-    "recomputation does not count"
+    "MFU: three times the flops of forward, attention as if not causal, over the peak in the dtype "
+    "of products; recomputation does not count"
 )
 
 
@@ -138,7 +138,7 @@ class Tuning:
     def mfu(self, candidate: Candidate) -> float:
         """Return the model flops utilization of a candidate; see the table's last line."""
         rate = model_flops(self.model) / candidate.time.total / candidate.form.devices
-        return rate / self.prices.device.flops
+        return rate / self.prices.device.peak(candidate.form.param_dtype)
 
     def priced_by(self, form: Form) -> dict[str, str]:
         """Return what prices each axis: "calibrated", "table" or "data sheet"."""
