@@ -262,8 +262,10 @@ class Description:
             return self
         other = self._others.get(wanted)
         if other is None:
-            other = self._others[wanted] = copy.copy(self)
-            other.dtype, other._others = wanted, {self.dtype: self}
+            other = copy.copy(self)
+            others: dict[torch.dtype, Description] = {self.dtype: self}
+            self._others[wanted] = other
+            other.dtype, other._others = wanted, others
             other._costs, other._stages, other._why_not_tp = {}, {}, {}
         return other
 

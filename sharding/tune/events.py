@@ -131,7 +131,7 @@ class _Unit:
     """Parameters that are gathered together.
 
     Attributes:
-        name: for events.
+        name: for events, such as "of block 3".
         axis: over which they are shared; "" if one rank has them.
         elements: that a rank of tp holds, for the size of buckets.
         splits: for each set of axes over which gradients are summed besides, in the order of
@@ -199,9 +199,9 @@ class _Step:
             has_experts = form.ep > 1 and kind.experts > 0
             own = kind.parameters - kind.experts * has_experts
             splits = self._order.blocks[model.block_like(index)].splits
-            units = [_Unit(f"block {index}", shards, own, splits)]
+            units = [_Unit(f"of block {index}", shards, own, splits)]
             if has_experts:
-                name, axis = f"experts of block {index}", _axes(form, ("fsdp",))
+                name, axis = f"of experts of block {index}", _axes(form, ("fsdp",))
                 units.append(_Unit(name, axis, kind.experts / form.ep, (False,)))
             blocks[index] = tuple(units)
         elements = 0.0
@@ -414,7 +414,7 @@ class _Step:
         if self._form.zero == 1 and self._form.microbatches > 1:
             return
         if unit.axis:
-            self._add("reduce_scatter", unit.axis, f"gradients of {unit.name}")
+            self._add("reduce_scatter", unit.axis, f"gradients {unit.name}")
         self._gather_delayed(stage)
         stage.reducing.append(unit)
 
@@ -459,11 +459,11 @@ class _Step:
 
     def _sum_whole(self, units: Sequence[_Unit]) -> None:
         """Sum gradients over dp, and over tp where it does not split parameters."""
-        names = "all units" if len(units) > 3 else ", ".join(unit.name for unit in units)
+        names = "of all units" if len(units) > 3 else ", ".join(unit.name for unit in units)
         for is_split in dict.fromkeys(split for unit in units for split in unit.splits):
             axis = _axes(self._form, ("dp",) if is_split else ("dp", "tp"))
             if axis:
-                self._add("all_reduce", axis, f"gradients of {names}")
+                self._add("all_reduce", axis, f"gradients {names}")
 
     def _reduce_deferred(self) -> None:
         """Sum what waits for the end of the step."""
@@ -473,7 +473,7 @@ class _Step:
         if self._form.zero == 1:
             for unit in reversed(units):
                 if unit.axis:
-                    self._add("reduce_scatter", unit.axis, f"gradients of {unit.name}")
+                    self._add("reduce_scatter", unit.axis, f"gradients {unit.name}")
         self._sum_whole(units)
 
     # -- events ------------------------------------------------------------------------------------
@@ -485,7 +485,7 @@ class _Step:
         if not unit.is_gathered and unit.elements:
             unit.is_gathered = True
             if unit.axis:
-                self._add("all_gather", unit.axis, f"parameters of {unit.name}")
+                self._add("all_gather", unit.axis, f"parameters {unit.name}")
 
     def _run_marks(self, marks: Iterable[str], *, is_again: bool = False) -> None:
         for mark in marks:

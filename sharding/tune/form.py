@@ -12,6 +12,7 @@ Gather = Literal["microbatch", "step"]
 Zero = Literal[1, 2, 3]
 Dtype = Literal["bfloat16", "float32"]
 _SIZES = {"bfloat16": 2, "float32": 4}
+DTYPES = ("param_dtype", "reduce_dtype", "dtype")  # they are not searched
 AXES = ("pp", "dp", "fsdp", "cp", "ep", "tp")  # major to minor
 
 
@@ -141,9 +142,8 @@ class Form:
             return "float32"
         if dtypes == ("bfloat16",) * 3:
             return "bfloat16"
-        names = ("param_dtype", "reduce_dtype", "dtype")
         defaults = ("bfloat16", "float32", "float32")
-        pairs = zip(names, dtypes, defaults, strict=True)
+        pairs = zip(DTYPES, dtypes, defaults, strict=True)
         return " ".join(f"{name}={value}" for name, value, default in pairs if value != default)
 
     def group(self, axis: str, node: int) -> Group:

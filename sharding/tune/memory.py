@@ -86,7 +86,7 @@ def stages_of_rank(form: Form, rank: int) -> list[int]:
 def memory_of(form: Form, model: Description, rank: int) -> Memory:
     """Return what a rank of the pipeline holds at the peak of a step."""
     model = model.computing_in(form.param_dtype)
-    kept, in_use_bytes, reduced = form.kept_bytes, form.used_bytes, form.reduced_bytes
+    kept, reduced = form.kept_bytes, form.reduced_bytes
     costs = model.costs(form.tp, form.sequence_parallel, form.compiled)
     scale = form.rows / form.cp
     stages = stages_of_rank(form, rank)
@@ -123,7 +123,9 @@ def memory_of(form: Form, model: Description, rank: int) -> Memory:
         # gathered along another dim than that of experts, they are copies that last until backward
         in_use += blocks * block.experts / form.ep
     sums_whole = form.gather == "step" or (form.zero == 1 and form.microbatches > 1)
-    whole = in_use_bytes * in_use + (reduced * used if shards > 1 and sums_whole else 0.0)
+    # a rank that has whole parameters uses them as they are, if no dtype differs
+    used_bytes = form.used_bytes if shards > 1 or form.param_dtype != form.dtype else 0
+    whole = used_bytes * in_use + (reduced * used if shards > 1 and sums_whole else 0.0)
     of_blocks = min(2 if shards > 1 else 1, blocks) * largest if frees else 0.0
     gradients = kept * held / shards
     # Sums of earlier microbatches: none if all forwards come before the first backward, and whole
@@ -135,14 +137,14 @@ def memory_of(form: Form, model: Description, rank: int) -> Memory:
     last = edges - costs.first if has_loss else 0.0
     head = reduction = opened = 0.0
     if shards == 1:
-        opened = reduced * largest  # a buffer that gradients are copied into
+        opened = kept * largest  # a buffer that gradients are copied into
     elif frees:  # gradients of the head wait for those of the embedding
-        head = in_use_bytes * last
+        head = used_bytes * last
         reduction = reduced * largest
         of_blocks += costs.largest_block() / shards  # cast for the next gather
-    in_blocks = whole + in_use_bytes * of_blocks + head
+    in_blocks = whole + used_bytes * of_blocks + head
     # all gradients of a block; as they are copied into a buffer, its gathered parameters are freed
-    products = reduction or in_use_bytes * largest + opened
+    products = reduction or form.used_bytes * largest + opened
     of_experts = 1 + more if block.experts else 1.0
     begin = scale * (again + of_experts * costs.block_transient)
     if form.pp > 1:

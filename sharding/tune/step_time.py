@@ -420,9 +420,10 @@ class StepTimes:
         if units is None:
             model = self._model.computing_in(form.param_dtype)
             costs = model.costs(form.tp, form.sequence_parallel, form.compiled)
+            in_backward = 1 + 4 / form.used_bytes  # gradients of keys and values in float32
             forward = self._pass(costs.block.forward, costs.block, form, sends=1)
             backward = self._pass(
-                costs.block.backward, costs.block, form, sends=3, is_backward=True
+                costs.block.backward, costs.block, form, sends=in_backward, is_backward=True
             )
             if form.regather:
                 use = costs.block.forward.communication.get("all_gather", (0.0, 0.0))
@@ -449,7 +450,9 @@ class StepTimes:
                 forward,
                 backward,
                 self._pass(costs.edges.forward, costs.edges, form, sends=1),
-                self._pass(costs.edges.backward, costs.edges, form, sends=3, is_backward=True),
+                self._pass(
+                    costs.edges.backward, costs.edges, form, sends=in_backward, is_backward=True
+                ),
             )
             self._units[key] = units
         return units
@@ -476,7 +479,7 @@ class StepTimes:
         costs: Costs,
         form: Form,
         *,
-        sends: int,
+        sends: float,
         is_backward: bool = False,
         launch: float | None = None,
     ) -> _Pass:
@@ -503,7 +506,7 @@ class StepTimes:
             for op, (launches, received) in phase.communication.items()
         )
         ring_bytes = (form.cp - 1) * sends * scale * costs.keys_and_values
-        launches_of_ring = (form.cp - 1) * min(sends, 2) if ring_bytes else 0
+        launches_of_ring = (form.cp - 1) * min(round(sends), 2) if ring_bytes else 0
         ring = 0.0
         if ring_bytes:
             cp_group = form.group("cp", prices.node)
