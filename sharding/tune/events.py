@@ -42,10 +42,8 @@ from .part_order import (
 )
 from .program import mesh_axes
 
-_FIRST_BUCKET, _BUCKET = (
-    1 << 20,
-    25 << 20,
-)  # of data_parallel: parallel/data/grads/grad_bucketing.py
+# of data_parallel, as in parallel/data/grads/grad_bucketing.py
+_FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20
 
 Phase = Literal["forward", "backward", "end of step"]
 
