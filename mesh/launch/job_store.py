@@ -37,7 +37,8 @@ _SLOW_LOOKUP_S = 1.0
 _TO_RESOLVE_S = 2.0  # for the name of MASTER_ADDR, before there is a line about it
 _LOOK_S = 0.5  # between looks at the clock
 _BACKLOG = 2048
-_OTHERS_ANSWER_S = 0.5  # for a server that holds the port that this rank wants to serve
+# for a server that holds the port that this rank wants to serve: it may have begun just before
+_OTHERS_ANSWER_S = 2.0
 _PROBE_S = 2.0
 _PAUSE_S = 0.2  # between look-ups of a name
 
@@ -297,7 +298,12 @@ def _store_of_another(address: Address) -> Store | None:
     """Return the store of another shardmesh job at this port, if it is one."""
     try:
         store = _create_store(address, False, _OTHERS_ANSWER_S)
-        return store if store.check(["shardmesh/start/job"]) else None
+        deadline = time.monotonic() + _OTHERS_ANSWER_S
+        while not (is_ours := store.check(["shardmesh/start/job"])):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_PAUSE_S)
+        return store if is_ours else None
     except (dist.DistError, errors.LaunchEnvironmentError):
         return None
 

@@ -224,6 +224,8 @@ def _fields(text: str) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for part in text.split(",") if text else []:
         name, _, value = part.partition("=")
+        if not value:
+            raise ValueError(f"{shortened(part)!r}: write NAME=VALUE, such as tp=8")
         number = whole_number(value)
         values[name] = _TRUTH.get(value, value) if number is None else number
         check_field(name, values[name])

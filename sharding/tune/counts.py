@@ -26,6 +26,7 @@ from torch.utils.flop_counter import flop_registry
 from ...mesh.comm.report import CommReport
 from ...mesh.comm.thread_context import thread_context
 from ..jit.inspection.flops import attention_flops
+from ..ops.rules.nn.attention import attention_with_dropout
 from ..tensor.sharded_tensor import ShardedTensor, local_of
 from ..trees import tensors_in
 
@@ -359,14 +360,38 @@ class CountedWithoutValues(WithoutValues):
         super().__init__()
         self._counts = counts
 
-    def attention(self, *args: Any, **kwargs: Any) -> Tensor:
-        return _fused_attention(self._counts, *args, **kwargs)
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        if dropout_p:  # which is no kernel of parts, see `attention_with_dropout`
+            self._counts.odd_attention = "dropout"
+            arguments = query, key, value, attn_mask, dropout_p, *args
+            with self:  # for the dropout of its weights
+                return attention_with_dropout(*arguments, **kwargs)
+        return _fused_attention(self._counts, query, key, value, attn_mask, *args, **kwargs)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is FUSED_ON_META:  # what the operator of the parts calls
-            query, key, value, dropout, is_causal = args
-            return self.attention(query, key, value, dropout_p=dropout, is_causal=is_causal), None
+            query, key, value, _, is_causal = args
+            return self.attention(query, key, value, is_causal=is_causal), None
+        if func is F.dropout and not isinstance(args[0], ShardedTensor):
+            return _dropout(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Compute `F.dropout` as it is of sharded tensors, which saves a mask of one byte."""
+    if not training or p == 0:
+        return input
+    mask = torch.empty_like(input, dtype=torch.bool)
+    return input.mul_(mask).mul_(1 - p) if inplace else input * mask * (1 - p)
 
 
 def _fused_attention(
@@ -375,7 +400,6 @@ def _fused_attention(
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
     is_causal: bool = False,
     **_: Any,
 ) -> Tensor:
@@ -385,8 +409,8 @@ def _fused_attention(
     counts.phase.attention += attention_flops(*shapes, is_causal=is_causal)
     counts.phase.whole_attention += attention_flops(*shapes, is_causal=False)
     counts.keys_and_values += _bytes(key) + _bytes(value)
-    if attn_mask is not None or dropout_p:
-        counts.odd_attention = "dropout" if attn_mask is None else "a mask"
+    if attn_mask is not None:
+        counts.odd_attention = "a mask"
 
     def on_forward(*results: Tensor) -> None:
         counts.record_attention((query, key, value), results)

@@ -33,7 +33,7 @@ from ..tensor.sharded_tensor import ShardedTensor
 from ..trees import map_tensors, tensors_in
 from .counts import CountedWithoutValues, OperatorCounts, Phase, Progress
 from .plans import own_plan, plan_of_copy, sequence_plan, styles_of
-from .repeated import shorten
+from .repeated import kinds_of, shorten
 from .variants import backward_transient, compile_tape, eager, fused, received_in_block, select
 
 Loss = Callable[[Any, Any], Any]
@@ -165,6 +165,7 @@ class Description:
             tensor positions.
         loss: a function of output and batch; see `default_loss`.
         plan: a plan of tensor parallelism in place of the model's own.
+        proposed: a plan for a model that has none, if none is given.
         dtype: in which the model computes.
         imbalance: rows that the experts of the busiest rank of ep compute, over the mean.
 
@@ -177,6 +178,8 @@ class Description:
         heads, key_value_heads, vocabulary, width: of the configuration; None if it has none.
         experts: of a mixture, the fewest if its blocks have different ones; 0 without mixtures.
         expert_weights: the paths of the weights of experts, as patterns.
+        plan: of tensor parallelism; {} if there is none.
+        is_plan_proposed: whether that is the proposed one.
         odd_experts: why programs cannot split them; None if they can.
 
     Raises:
@@ -191,6 +194,7 @@ class Description:
         *,
         loss: Loss | None = None,
         plan: Mapping[str, Any] | None = None,
+        proposed: Mapping[str, Any] | None = None,
         dtype: torch.dtype = torch.bfloat16,
         imbalance: float = IMBALANCE,
     ) -> None:
@@ -221,10 +225,7 @@ class Description:
                 f"{_text_model_hint(model)}"
             )
         self.layers = len(parent)
-        self._kinds: dict[Any, list[int]] = {}
-        for i, block in enumerate(parent):
-            signature = tuple((name, tuple(x.shape)) for name, x in block.named_parameters())
-            self._kinds.setdefault(signature, []).append(i)
+        self._kinds = kinds_of(model, self.blocks)
         self.kinds = len(self._kinds)
         self.parameters = sum(x.numel() for x in model.parameters())
         self.table = sum(
@@ -235,7 +236,6 @@ class Description:
         self.key_value_heads: int | None = getattr(config, "num_key_value_heads", self.heads)
         self.vocabulary: int | None = getattr(config, "vocab_size", None)
         self.width: int | None = getattr(config, "hidden_size", None)
-        self.hidden: int | None = getattr(config, "intermediate_size", None)
         with_experts = dict(mixtures(model))
         self.experts: int = min((inner.num_experts for inner in with_experts.values()), default=0)
         self.expert_weights = sorted(
@@ -248,7 +248,9 @@ class Description:
         odd = map(why_not_moe, with_experts.values())
         self.odd_experts: str | None = next((why for why in odd if why is not None), None)
         self._is_callers_plan = plan is not None
-        self.plan: dict[str, Any] = own_plan(model) if plan is None else dict(plan)
+        own = own_plan(model)
+        self.is_plan_proposed = plan is None and not own and bool(proposed)
+        self.plan: dict[str, Any] = dict(plan) if plan is not None else own or dict(proposed or {})
         self.sequence_plan = sequence_plan(model, self.blocks, self.plan)
         self._others: dict[torch.dtype, Description] = {}
         self._costs: dict[tuple[int, bool, bool], ModelCosts] = {}
@@ -308,13 +310,13 @@ class Description:
     def why_not_cp(self) -> str | None:
         """Return why sequences cannot be split with the model's attention; None if they can."""
         costs = self.costs(1)
+        if costs.odd_attention is not None:
+            return f"attention has {costs.odd_attention}, which ring attention does not take"
         if not all(kind.keys_and_values for kind in costs.kinds):
             return (
                 "keys and values are sent round for scaled_dot_product_attention, and blocks of "
                 "the model do not call it"
             )
-        if costs.odd_attention is not None:
-            return f"attention has {costs.odd_attention}, which ring attention does not take"
         return None
 
     def stages(self, tp: int, sequence_parallel: bool, count: int) -> Stages:
@@ -340,12 +342,12 @@ class Description:
         return map_tensors(lambda x: torch.empty_like(x[:1], device="meta"), (self.batch,))[0]
 
     def _count(self, tp: int, sequence_parallel: bool, compiled: bool) -> ModelCosts:
-        first = next(iter(self._kinds.values()))[0]
+        first = self._kinds[0][0]
         one = self._run([first], tp, sequence_parallel, compiled)
         average, costs_of_kinds = Costs(), []
         edges = one.costs
         odd_attention = one.odd_attention
-        for members in self._kinds.values():
+        for members in self._kinds:
             two = self._run([first, members[0]], tp, sequence_parallel, compiled)
             block = two.costs.plus(one.costs, -1)
             average = average.plus(block, len(members) / self.layers)
@@ -367,7 +369,7 @@ class Description:
 
     def block_like(self, index: int) -> int:
         """Return the first block with the same shapes of parameters as a block."""
-        return next(members[0] for members in self._kinds.values() if index in members)
+        return next(members[0] for members in self._kinds if index in members)
 
     def evaluate(
         self,

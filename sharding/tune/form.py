@@ -216,15 +216,10 @@ def why_not(form: Form, model: Description) -> str | None:
     """Return why a model cannot take a form, in words; None if it can."""
     if form.tp > 1:
         if not model.plan:
-            return (
-                f"tp={form.tp}: the model has no plan of tensor parallelism; pass plan=, such as "
-                f"sm.propose_plan(model, batch, {form.tp})"
-            )
+            return f"tp={form.tp}: the model has no plan of tensor parallelism, nor is one proposed"
         for name, count in (
             ("attention heads", model.heads),
             ("key/value heads", model.key_value_heads),
-            ("rows of the vocabulary", model.vocabulary),
-            ("features of the MLP", model.hidden),
         ):
             if isinstance(count, int) and count % form.tp:
                 return f"tp={form.tp} does not divide {count:,} {name}"
@@ -283,7 +278,7 @@ def _why_no_experts(form: Form, model: Description) -> str | None:
         return f"ep={form.ep}: {model.odd_experts}"
     if form.tp > 1 or form.cp > 1:
         other = "tp" if form.tp > 1 else "cp"
-        return f"ep={form.ep} {other}={getattr(form, other)}: experts are split with tp=1 and cp=1"
+        return f"ep={form.ep} {other}={getattr(form, other)}: ep is searched with tp=1 and cp=1"
     own = model.experts // form.ep
     if form.zero < 3 and own % form.fsdp:
         return (

@@ -24,8 +24,9 @@ class BlockList:
 
     Attributes:
         path: its path.
-        kinds: the indices of the blocks with the same parameters, of which the same are frozen, for
-            each kind.
+        kinds: the indices of the blocks of each kind: with the same parameters, of which the same
+            are frozen, and of which a configuration of Hugging Face says the same, such as that
+            their attention is sliding.
     """
 
     path: str
@@ -58,14 +59,39 @@ def block_lists(model: nn.Module) -> list[BlockList]:
         is_list = isinstance(blocks, nn.ModuleList | nn.Sequential)
         if not is_list or len(blocks) < 2:
             continue
-        kinds: dict[Any, list[int]] = {}
-        for index, block in enumerate(blocks):
-            parameters = tuple(
-                (name, tuple(x.shape), x.requires_grad) for name, x in block.named_parameters()
-            )
-            kinds.setdefault(parameters, []).append(index)
-        lists.append(BlockList(parent, tuple(map(tuple, kinds.values()))))
+        lists.append(BlockList(parent, kinds_of(model, parent)))
     return lists
+
+
+def kinds_of(model: nn.Module, path: str) -> tuple[tuple[int, ...], ...]:
+    """Return the indices of the blocks of each kind in a list, see `BlockList.kinds`."""
+    blocks: Any = model.get_submodule(path)
+    by_layer = _lists_by_layer(model, len(blocks))
+    kinds: dict[Any, list[int]] = {}
+    for index, block in enumerate(blocks):
+        parameters = tuple(
+            (name, tuple(x.shape), x.requires_grad) for name, x in block.named_parameters()
+        )
+        configured = tuple(str(values[index]) for values in by_layer.values())
+        kinds.setdefault((parameters, configured), []).append(index)
+    return tuple(map(tuple, kinds.values()))
+
+
+def _lists_by_layer(model: nn.Module, count: int) -> dict[str, Sequence[Any]]:
+    """Return what a configuration of Hugging Face says of each block, such as its `layer_types`.
+
+    Lists whose values all differ are left out: they are numbers of blocks.
+    """
+    config: Any = getattr(model, "config", None)
+    if count not in {getattr(config, name, None) for name in _LAYER_COUNTS}:
+        return {}  # of another list of blocks
+    return {
+        name: values
+        for name, values in vars(config).items()
+        if "layer" in name
+        and isinstance(values, list | tuple)
+        and len(values) == count > len(set(map(str, values)))
+    }
 
 
 def shorten(model: nn.Module, blocks: Mapping[str, Sequence[int]]) -> nn.Module:
@@ -82,7 +108,12 @@ def shorten(model: nn.Module, blocks: Mapping[str, Sequence[int]]) -> nn.Module:
         memo[id(whole)] = nn.Sequential(*chosen) if isinstance(whole, nn.Sequential) else chosen
     short = copy.deepcopy(model, memo)
     config: Any = getattr(short, "config", None)
-    for name in _LAYER_COUNTS:  # which some forwards read
-        if len(blocks) == 1 and getattr(config, name, None) is not None:
-            setattr(config, name, len(next(iter(blocks.values()))))
+    if len(blocks) == 1:  # of which some forwards read the configuration
+        ((path, indices),) = blocks.items()
+        whole = model.get_submodule(path)
+        for name, values in _lists_by_layer(model, len(whole)).items():
+            setattr(config, name, [values[index] for index in indices])
+        for name in _LAYER_COUNTS:
+            if getattr(config, name, None) is not None:
+                setattr(config, name, len(indices))
     return short

@@ -10,13 +10,16 @@ from typing import Any
 from torch import nn
 
 from ...mesh.topology import Topology
+from ..trees import map_tensors
 from . import program_costs
 from .description import IMBALANCE, Description, Loss
 from .devices import Device, device_of
 from .form import Form, check_field, why_not
 from .memory import peak_memory, size
+from .plans import own_plan
 from .prices import Prices
 from .program import PLACEHOLDER, hugging_face_build
+from .propose import propose_plan
 from .search import Candidate, Search, reasons, search
 from .step_time import StepTime, StepTimes
 from .tuning import Tuning
@@ -71,8 +74,8 @@ def tune(
         max_microbatch: the most rows of a microbatch on a data rank.
         loss: a function of output and batch that returns the loss; by default the cross entropy of
             logits, or the mean of another output.
-        plan: a plan of tensor parallelism in place of the model's own, such as that of
-            `propose_plan`, or in strings of Hugging Face's.
+        plan: a plan of tensor parallelism in place of the model's own, in styles or in strings of
+            Hugging Face's. For a model that has none `propose_plan` chooses one.
         imbalance: of a mixture of experts, how many rows the experts of the busiest rank of ep
             compute, over the mean.
         build: lines of a function `build()` for the program.
@@ -110,7 +113,12 @@ def tune(
     fixed = dict(fix or {})
     for name, value in fixed.items():
         check_field(name, value)
-    described = Description(model, batch, loss=loss, plan=plan, imbalance=imbalance)
+    proposed: Mapping[str, Any] = {}
+    if plan is None and devices > 1 and fixed.get("tp") != 1 and not own_plan(model):
+        proposed = _proposed(model, batch, loss)
+    described = Description(
+        model, batch, loss=loss, plan=plan, proposed=proposed, imbalance=imbalance
+    )
     searched = search(described, prices, devices, usable, fixed, max_microbatch, near)
     if not searched.fitting:
         raise _nothing(described, searched, devices, usable, fixed, chosen, near)
@@ -156,6 +164,22 @@ def tune(
         prices,
         build or hugging_face_build(PLACEHOLDER),
     )
+
+
+def _proposed(model: nn.Module, batch: Any, loss: Loss | None) -> Mapping[str, Any]:
+    """Return a plan for the smallest number of ranks that divides the heads; {} if there is none.
+
+    Its styles split layers among any number that does.
+    """
+    config = getattr(model, "config", None)
+    heads = getattr(config, "num_attention_heads", None)
+    count = heads if isinstance(heads, int) and heads > 1 else 2
+    size = next(n for n in range(2, count + 1) if count % n == 0)
+    try:
+        row = map_tensors(lambda x: x[:1], (batch,))[0]
+        return propose_plan(model, row, size, loss=loss)
+    except (ValueError, RuntimeError, NotImplementedError):  # it reads values, or has no layers
+        return {}
 
 
 def _check_count(name: str, value: Any, least: int) -> None:

@@ -26,6 +26,7 @@ _MFU = (
 )
 
 
+_PROPOSED = "tp: by the plan of sm.propose_plan, as the model has none of its own"
 _PROGRAM = (
     "program: by how much memory and received bytes by these formulas differ from those of the "
     "printed program, evaluated as rank 0"
@@ -245,6 +246,7 @@ class Tuning:
             [heading, cluster],
             list(table_lines(rows, right=(0, *range(2, 5 + is_measured)))),
             [_PROGRAM] * is_checked,
+            [_PROPOSED] * any(x.form.tp > 1 for x in self.candidates if model.is_plan_proposed),
             *([line] for line in dict.fromkeys(map(_unchecked, self.candidates)) if line),
             ["time: " + ", ".join(f"{name} {text}" for name, text in parts)],
             [f"memory{of_rank}: " + ", ".join(f"{name} {text}" for name, text in held)],

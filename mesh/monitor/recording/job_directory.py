@@ -130,12 +130,15 @@ class JobDirectory:
         return buffer
 
     def post(self, verdict: Verdict) -> Verdict:
-        """Make this the verdict of the job, unless there is one; return the one that stands."""
+        """Make this the verdict of the job, unless there is one; return the one that stands.
+
+        It is saved before the alarm is raised, at which ranks, this one too, may end at once.
+        """
         with self._job_lock():
             if self.alarm[0] == Alarm.NONE:
                 self._write(verdict)
-                self.alarm[0] = Alarm.VERDICT
                 self._save(verdict)
+                self.alarm[0] = Alarm.VERDICT
         return self.verdict() or verdict
 
     def _write(self, verdict: Verdict) -> None:

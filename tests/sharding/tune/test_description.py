@@ -230,3 +230,24 @@ def test_a_plan_that_does_not_run_leaves_the_forms_without_it():
     assert (best.tp, best.sequence_parallel) == (2, False)
     with pytest.raises(ValueError, match="tp=2: Llama4ForCausalLM cannot run without values"):
         sm.tune(model, tiny.ids(), devices=2, fix={"tp": 2, "sequence_parallel": True}, check=0)
+
+
+def test_blocks_with_another_attention_are_another_kind():
+    """Of the sliding ones a mask leaves no causal kernel, with the same parameters."""
+    layers = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
+    options = {"num_hidden_layers": 4, "sliding_window": 8, "head_dim": 8, "layer_types": layers}
+    described = Description(language_model("Gemma3TextConfig", **options), tiny.ids())
+    assert described.kinds == 2
+    sliding, full = (kind.forward.attention for kind in described.costs(1).kinds)
+    square, triangle = tiny.POSITIONS**2, tiny.POSITIONS * (tiny.POSITIONS + 1) / 2
+    assert sliding / full == pytest.approx(square / triangle)
+    short = described.shortened([1, 3])
+    assert short.config.layer_types == ["full_attention", "sliding_attention"]
+
+
+def test_a_list_of_the_numbers_of_blocks_makes_no_kinds():
+    """Llama 4 has `moe_layers`, here of all blocks."""
+    sizes = {"intermediate_size_mlp": 48, "num_local_experts": 4, "head_dim": 8}
+    model = language_model("Llama4TextConfig", num_hidden_layers=4, **sizes)
+    assert model.config.moe_layers == [0, 1, 2, 3]
+    assert Description(model, tiny.ids()).kinds == 2  # rotated positions, and none in the last

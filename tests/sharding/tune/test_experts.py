@@ -152,7 +152,7 @@ def test_the_busiest_rank_decides():
     ("form", "message"),
     [
         (Form(ep=3), "ep=3 does not divide 4 experts"),
-        (Form(ep=2, tp=2), "ep=2 tp=2: experts are split with tp=1 and cp=1"),
+        (Form(ep=2, tp=2), "ep=2 tp=2: ep is searched with tp=1 and cp=1"),
         (
             Form(ep=2, recompute="selective"),
             "ep=2: selective recomputation does not take the exchange of rows",

@@ -79,6 +79,7 @@ SLOW = [
     Form(dp=2, tp=4, sequence_parallel=True, rows=8),
     Form(cp=4, rows=16),
     Form(fsdp=2, cp=2, rows=8),
+    Form(fsdp=2, cp=2, rows=8, recompute="selective"),
     Form(fsdp=2, cp=2, tp=2, sequence_parallel=True, rows=8),
     Form(pp=4, rows=4, microbatches=4),
     Form(pp=4, rows=2, microbatches=8),

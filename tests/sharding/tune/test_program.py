@@ -45,10 +45,14 @@ FORMS = {
 }
 
 
+# Rows of the vocabulary and features that two ranks do not divide.
+UNEVEN = (("vocab_size", 65), ("intermediate_size", 51))
+
+
 @cache
-def losses(form: Form, folder: str) -> list[float]:
+def losses(form: Form, folder: str, sizes: tuple[tuple[str, int], ...] = ()) -> list[float]:
     """Run the program of a form in float32, and return its losses."""
-    described = tiny.description()
+    described = tiny.description(**dict(sizes))
     assert why_not(form, described) is None
     text = program_text(form, described, hugging_face_build(folder), node=8)
     names: dict[str, Any] = {"__name__": "train"}
@@ -64,11 +68,15 @@ def losses(form: Form, folder: str) -> list[float]:
     return results[0]
 
 
+def folder_of(tmp_path_factory: pytest.TempPathFactory, **sizes: int) -> str:
+    path = tmp_path_factory.mktemp("llama")
+    (path / "config.json").write_text(json.dumps(tiny.config(**sizes).to_dict()))
+    return str(path)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("llama")
-    (path / "config.json").write_text(json.dumps(tiny.config().to_dict()))
-    return str(path)
+    return folder_of(tmp_path_factory)
 
 
 @pytest.mark.parametrize(
@@ -78,6 +86,13 @@ def test_losses_are_those_of_one_rank(name, folder):
     expected = losses(Form(rows=tiny.ROWS), folder)
     assert losses(FORMS[name], folder) == pytest.approx(expected, rel=1e-5)
     assert expected[1] != expected[0]
+
+
+@pytest.mark.parametrize("name", ["tp", slow("fsdp, tp, sp"), slow("pp, fsdp, tp, sp")])
+def test_sizes_that_tp_does_not_divide(name, tmp_path_factory):
+    folder = folder_of(tmp_path_factory, **dict(UNEVEN))
+    expected = losses(Form(rows=tiny.ROWS), folder, UNEVEN)
+    assert losses(FORMS[name], folder, UNEVEN) == pytest.approx(expected, rel=1e-5)
 
 
 def test_settings_of_accelerate():

@@ -64,6 +64,22 @@ def test_formulas(described, form):
     assert memory.total == pytest.approx(program.peak, rel=MEMORY)
 
 
+@pytest.mark.parametrize("dropout", ["attn_pdrop", "resid_pdrop"])
+def test_memory_of_dropout(dropout):
+    """Attention with dropout has operators and saves scores, as on ranks."""
+    others = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
+    config = transformers.GPT2Config(
+        n_layer=2, n_embd=64, n_head=4, vocab_size=512, bos_token_id=0, eos_token_id=0
+    )
+    config.update(others | {dropout: 0.1})
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    model = Description(model, tiny.ids(ROWS, 2 * POSITIONS))
+    form = Form(fsdp=2, rows=4)
+    memory = memory_of(form, model, 0).total
+    assert memory == pytest.approx(evaluate(form, model).peak, rel=MEMORY)
+
+
 def test_more_blocks_follow_on_a_line(monkeypatch):
     """Ten blocks by four and six, next to ten."""
     model = Description(tiny.model(num_hidden_layers=10, **SIZES), tiny.ids(ROWS, POSITIONS))

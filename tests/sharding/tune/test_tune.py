@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import shardmesh as sm
 from shardmesh.__main__ import main
 from shardmesh.mesh.topology import Link, Topology
+from shardmesh.sharding.parallel.pipeline.make_schedule import make_schedule
+from shardmesh.sharding.tune import step_time
 from shardmesh.sharding.tune.counts import OperatorCounts
 from shardmesh.sharding.tune.description import Description
 from shardmesh.sharding.tune.devices import device_of
@@ -22,6 +25,7 @@ from shardmesh.sharding.tune.prices import Prices
 from shardmesh.sharding.tune.search import is_neighbour
 from shardmesh.sharding.tune.step_time import StepTime, StepTimes
 from tests.sharding.tune import tiny
+from tests.sharding.tune.tiny import transformers
 
 tune = partial(sm.tune, check=0)  # programs are evaluated in test_program_costs.py
 
@@ -52,6 +56,51 @@ def test_reasons_name_values_that_lost(tuning):
     names = {reason.partition("=")[0] for reason in tuning.reasons}
     assert {"recompute", "pp"} <= names
     assert not any(reason.startswith(f"recompute={best.recompute}:") for reason in tuning.reasons)
+
+
+def test_a_plan_is_proposed_for_a_model_without_one():
+    config = transformers.GPT2Config(
+        n_layer=4, n_embd=64, n_head=4, vocab_size=128, bos_token_id=0, eos_token_id=0
+    )
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    options = {"devices": 4, "fix": {"tp": 2, "pp": 1}}
+    tuning = tune(model, tiny.ids(8, 64), **options)
+    assert "tp: by the plan of sm.propose_plan" in str(tuning)
+    assert '"transformer.h.*.attn.c_attn": colwise()' in tuning.program
+    by_hand = tune(model, tiny.ids(8, 64), **options, plan=tuning.model.plan)
+    assert by_hand.best.time == tuning.best.time
+    assert "propose_plan" not in str(by_hand)
+    whole = tune(model, tiny.ids(8, 64), devices=4, fix={"tp": 1})
+    assert whole.model.plan == {}
+
+
+def test_a_model_of_which_no_plan_is_found():
+    """Its blocks have no weight that can be split."""
+
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.scale
+
+    class Scales(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Scale() for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    model = Scales().to("meta")
+    batch = torch.empty(8, 4, 8, device="meta")
+    assert tune(model, batch, devices=2).best.form.tp == 1
+    with pytest.raises(ValueError, match="no plan of tensor parallelism, nor is one proposed"):
+        tune(model, batch, devices=2, fix={"tp": 2})
 
 
 def test_a_reason_names_its_value_once(llama):
@@ -264,8 +313,30 @@ def test_sums_in_bfloat16(seconds_on):
     assert slower.dp == seconds_on(form).dp  # gradients are summed in float32
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_bubbles_of_many_microbatches_follow_on_a_line(schedule, llama, monkeypatch):
+    """Of 48 microbatches on two ranks 8 and 12 are simulated; the stages differ by the head."""
+    device = device_of("h100")
+    times = StepTimes(Description(llama, tiny.ids(48)), Prices(device, device.topology(8), 8))
+    form = Form(pp=2, rows=1, microbatches=48, schedule=schedule)
+    simulated: list[int] = []
+
+    def counted(name: str, ranks: int, microbatches: int, **options: Any) -> Any:
+        simulated.append(microbatches)
+        return make_schedule(name, ranks, microbatches, **options)
+
+    monkeypatch.setattr(step_time, "make_schedule", counted)
+    line = times.of(form, simulate=True)
+    assert simulated == [8, 12]
+    monkeypatch.setattr(step_time, "_STEADY", (24, 48))
+    whole = times.of(form, simulate=True)
+    assert simulated == [8, 12, 48]
+    assert line.bubble != times.of(form).bubble
+    assert line.total == pytest.approx(whole.total, rel=0.001)
+
+
 def test_bytes_of_the_optimizers_step():
-    """How many elements AdamW on lists of tensors reads and writes for one; the norm and clipping are 3."""
+    """AdamW on lists of tensors, counted in elements; the norm and clipping are 3."""
     from shardmesh.sharding.tune.step_time import _STEP
 
     x = torch.nn.Parameter(torch.ones(1000))

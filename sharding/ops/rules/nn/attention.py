@@ -100,7 +100,7 @@ def _check_attention(
     when=lambda a: a.dropout_p,
     rule=_attention_rule,
 )
-def _attention(
+def attention_with_dropout(
     query: Any,
     key: Any,
     value: Any,
@@ -110,13 +110,18 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Compute the weights and drop some with `F.dropout`, which does not depend on the mesh."""
+    """Compute the weights and drop some with `F.dropout`, which does not depend on the mesh.
+
+    Operands that are all whole are those of `sm.tune`, which counts what this takes.
+    """
     groups = query.shape[-3] // key.shape[-3] if enable_gqa else 1
     key, value = _repeat_heads(key, groups), _repeat_heads(value, groups)
     mask = attn_mask
     if is_causal:
         square = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device)
-        mask = ShardedTensor.from_local(square.tril(), query.mesh, P())
+        mask = square.tril()
+        if isinstance(query, ShardedTensor):
+            mask = ShardedTensor.from_local(mask, query.mesh, P())
     scores = query * (query.shape[-1] ** -0.5 if scale is None else scale) @ key.transpose(-2, -1)
     scores = _apply_mask(scores, mask)
     # A query that attends to no key has weights of zero, as in torch.

@@ -235,6 +235,22 @@ def test_first_verdict_wins(parent: Path) -> None:
     assert not list(one.folder.glob("verdict.*.*"))
 
 
+def test_verdict_is_saved_before_ranks_see_it(
+    parent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that sees it may end its process, and with it the thread that writes the file."""
+    directory, seen = JobDirectory("job", 0, 2), []
+    save = directory._save
+
+    def saved(verdict: Verdict) -> None:
+        save(verdict)
+        seen.append((directory.verdict(), (directory.folder / "verdict.json").exists()))
+
+    monkeypatch.setattr(directory, "_save", saved)
+    directory.post(Verdict("lost", (1,), "", (), "rank 1 died"))
+    assert seen == [(None, True)]
+
+
 def test_verdict_after_the_folder_is_deleted(parent: Path) -> None:
     directory = JobDirectory("job", 0, 2)
     for path in directory.folder.iterdir():

@@ -61,9 +61,16 @@ FLAGS: list[dict[str, bool]] = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("names", "axes", "of_rows"),
+    [(("dp", "ep"), "ep", ("dp", "ep")), (("ep", "tp"), ("ep", "tp"), "ep")],
+    ids=["ep", "ep and tp"],
+)
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: ", ".join(flags) or "plain")
-def test_results_and_gradients_are_those_of_one_rank(flags):
-    """Five experts on two ranks of ep, of which each has rows of its own."""
+def test_results_and_gradients_are_those_of_one_rank(flags, names, axes, of_rows):
+    """Five experts on two ranks of ep, of which each has rows of its own; or on four of ep and tp,
+    where rows are alike along tp.
+    """
     experts = experts_of(**flags)
     rows, chosen, weights = inputs()
     rows.requires_grad_()
@@ -73,12 +80,12 @@ def test_results_and_gradients_are_those_of_one_rank(flags):
     gradients = {name: x.grad for name, x in experts.named_parameters()}
 
     def program():
-        mesh = sm.init_device_mesh("cpu", (2, 2), axis_names=("dp", "ep"))
+        mesh = sm.init_device_mesh("cpu", (2, 2), axis_names=names)
         module = experts_of(**flags)
-        plan = {name: P("ep") for name, _ in module.named_parameters()}
+        plan = {name: P(axes) for name, _ in module.named_parameters()}
         module = parallelize(module, mesh, plan)
-        module.config._experts_implementation = register_moe("ep")
-        parts = [sm.device_put(x.detach(), mesh, P(("dp", "ep"))) for x in inputs()]
+        module.config._experts_implementation = register_moe(axes)
+        parts = [sm.device_put(x.detach(), mesh, P(of_rows)) for x in inputs()]
         for x in (parts[0], parts[2]):
             x.requires_grad_()
         out = module(*parts)
@@ -88,7 +95,7 @@ def test_results_and_gradients_are_those_of_one_rank(flags):
             torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
         for name, x in module.named_parameters():
             torch.testing.assert_close(x.grad.full_tensor(), gradients[name])
-            assert x.grad.spec.dims[0] == ("ep",)
+            assert x.grad.spec.dims[0] == ((axes,) if axes == "ep" else axes)
 
     sm.simulate(4)(program)()
 
