@@ -24,6 +24,7 @@ from .. import errors
 from ..abstract_mesh import MOST_RANKS
 from ..comm.call_site import _INNER
 from ..comm.current_world import current_world
+from ..comm.dispatch_modes import not_recomputed
 from ..comm.group import Group, Observer
 from ..comm.recording.trace_buffer import Header
 from ..comm.thread_context import thread_context
@@ -83,6 +84,7 @@ class SimulatedGroup(Group):
             step=world.trace_buffer.words[Header.STEP] if has_marked_step else None,
         )
 
+    @not_recomputed  # the last rank to arrive moves the data of all
     def _run(self, call: Arrival, move: Move) -> Any:
         return self._scheduler.run_collective(
             self.ranks, self.world.rank, self._with_record(call), move

@@ -10,6 +10,7 @@ several kinds (dense ones before mixtures) are counted one by one and averaged.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -236,25 +237,40 @@ class Description:
         self.key_value_heads: int | None = getattr(config, "num_key_value_heads", self.heads)
         self.vocabulary: int | None = getattr(config, "vocab_size", None)
         self.width: int | None = getattr(config, "hidden_size", None)
-        mixtures = dict(_mixtures(model))
-        self.experts: int = min((inner.num_experts for inner in mixtures.values()), default=0)
+        with_experts = dict(mixtures(model))
+        self.experts: int = min((inner.num_experts for inner in with_experts.values()), default=0)
         self.expert_weights = sorted(
             {
                 f"{self._pattern(path)}.{name}"
-                for path, inner in mixtures.items()
+                for path, inner in with_experts.items()
                 for name, _ in inner.named_parameters()
             }
         )
-        odd = map(why_not_moe, mixtures.values())
+        odd = map(why_not_moe, with_experts.values())
         self.odd_experts: str | None = next((why for why in odd if why is not None), None)
         self._is_callers_plan = plan is not None
         own = own_plan(model)
         self.is_plan_proposed = plan is None and not own and bool(proposed)
         self.plan: dict[str, Any] = dict(plan) if plan is not None else own or dict(proposed or {})
         self.sequence_plan = sequence_plan(model, self.blocks, self.plan)
+        self._others: dict[torch.dtype, Description] = {}
         self._costs: dict[tuple[int, bool, bool], ModelCosts] = {}
         self._stages: dict[tuple[int, bool, int], Stages] = {}
         self._why_not_tp: dict[tuple[int, bool], str | None] = {}
+
+    def computing_in(self, dtype: str) -> Description:
+        """Return the description of the same model that computes in "bfloat16" or "float32"."""
+        wanted: torch.dtype = getattr(torch, dtype)
+        if wanted is self.dtype:
+            return self
+        other = self._others.get(wanted)
+        if other is None:
+            other = copy.copy(self)
+            others: dict[torch.dtype, Description] = {self.dtype: self}
+            self._others[wanted] = other
+            other.dtype, other._others = wanted, others
+            other._costs, other._stages, other._why_not_tp = {}, {}, {}
+        return other
 
     def _pattern(self, path: str) -> str:
         """Return a path with a star for the index of the block."""
@@ -352,7 +368,25 @@ class Description:
             odd_attention,
         )
 
-    def _run(self, blocks: list[int], tp: int, sequence_parallel: bool, compiled: bool) -> _Run:
+    def block_like(self, index: int) -> int:
+        """Return the first block of the same kind as a block."""
+        return next(members[0] for members in self._kinds if index in members)
+
+    def evaluate(
+        self,
+        step: Callable[[nn.Module, Any], Any],
+        blocks: list[int],
+        tp: int,
+        sequence_parallel: bool,
+    ) -> Any:
+        """Run a function of model and batch by `eval_shape`, as a rank of an axis "tp".
+
+        Args:
+            blocks: those of a copy of the model, which the function gets, with the plan applied.
+
+        Raises:
+            ValueError: the model cannot run without values.
+        """
         mesh = AbstractMesh((tp,), ("tp",))
         model = self.shortened(blocks).to(self.dtype)
         plan = styles_of(plan_of_copy(self.plan_of(sequence_parallel), self.model, model))
@@ -366,19 +400,22 @@ class Description:
                 return Layout.of(mesh, P(), shape, x.dtype)
             return torch.empty(shape, dtype=x.dtype, device="meta")
 
-        def step(module: nn.Module, batch: Any) -> _Run:
-            return _run_once(module, batch, self.loss, self.blocks, is_compiled=compiled)
-
         try:
             model = eval_shape(prepared, model, mesh=mesh).result
             batch = map_tensors(place, (self.batch,))[0]
-            evaluated = eval_shape(step, model, batch, mesh=mesh)
+            return eval_shape(step, model, batch, mesh=mesh)
         except (RuntimeError, NotImplementedError) as error:
             where = f" as a rank of tp={tp}" if tp > 1 else ""
             raise ValueError(
                 f"tune: {type(model).__name__} cannot run without values{where}, which counting "
                 f"needs: {error}"
             ) from error
+
+    def _run(self, blocks: list[int], tp: int, sequence_parallel: bool, compiled: bool) -> _Run:
+        def step(module: nn.Module, batch: Any) -> _Run:
+            return _run_once(module, batch, self.loss, self.blocks, is_compiled=compiled)
+
+        evaluated = self.evaluate(step, blocks, tp, sequence_parallel)
         run: _Run = evaluated.result
         transient = evaluated.peak_bytes - evaluated.argument_bytes - run.saved
         return replace(run, transient=max(0.0, transient))
@@ -430,7 +467,7 @@ def _run_once(model: nn.Module, batch: Any, loss: Loss, blocks: str, *, is_compi
         forward = replace(forward, kernels=compiled.forward)
         backward = replace(backward, kernels=compiled.backward)
     by_experts = counts.rows_of_experts
-    in_experts = {id(x): x for _, inner in _mixtures(model) for x in inner.parameters()}
+    in_experts = {id(x): x for _, inner in mixtures(model) for x in inner.parameters()}
     costs = Costs(
         sum(map(_local_numel, parameters)),
         sum(map(_local_numel, in_experts.values())),
@@ -500,7 +537,7 @@ def default_loss(output: Any, batch: Any) -> Any:
     return first.float().mean()
 
 
-def _mixtures(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def mixtures(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield paths and modules whose parameters have a slice for each expert.
 
     Those of transformers do: `num_experts`, and stacks of matrices of so many.
@@ -556,7 +593,7 @@ class _Places:
         for index, block in enumerate(self._blocks.children()):
             self._handles.append(block.register_forward_pre_hook(partial(self._enter, index)))
             self._handles.append(block.register_forward_hook(self._leave, always_call=True))
-        for _, inner in _mixtures(self._model):
+        for _, inner in mixtures(self._model):
             self._handles.append(inner.register_forward_pre_hook(self._enter_experts))
             self._handles.append(inner.register_forward_hook(self._leave_experts))
         for inner in self._model.modules():

@@ -18,6 +18,8 @@ class Device:
     Attributes:
         name: for tables.
         flops: peak of matrix products in bfloat16, dense, per second.
+        float32: the same in float32, without TF32, which torch does not use unless it is told to;
+            by default a fifteenth, as on an H100.
         memory: bytes, as torch reports them; about 1 % fewer than on the data sheet.
         bandwidth: bytes per second that its memory reads and writes.
         local: the link to the other devices of its node.
@@ -68,13 +70,24 @@ class Device:
     sums: Mapping[str, float] = field(default_factory=dict)
     occupied: float = 24 / 132
     collectives: Mapping[str, Mapping[int, tuple[float, float]]] = field(default_factory=dict)
+    float32: float = 0.0
     source: str = ""
+
+    def peak(self, dtype: str) -> float:
+        """Return the peak of matrix products in a dtype: "bfloat16" or "float32"."""
+        if dtype == "bfloat16":
+            return self.flops
+        return self.float32 or self.flops / 15
 
     def topology(self, node: int) -> Topology:
         """Return the topology of nodes of so many of these devices, by data sheets."""
         return Topology(self.local, self.network, self.bandwidth / 2, node_size=node)
 
 
+# Peaks in float32 are those of the data sheets without tensor cores. With TF32, which
+# torch.set_float32_matmul_precision("high") turns on, they are 156 (A100), 494 (H100, H200) and
+# 1,125 TFLOP/s (B200), half of the figures with sparsity.
+#
 # Fractions. Matrix products: 70 % of the peak, and at least 7 us for a kernel, as AutoParallel
 # (meta-pytorch) takes.
 # Attention: causal, heads of 128, 8,192 positions, by the FlashAttention-2 that torch's
@@ -120,8 +133,9 @@ _H100 = Device(
     local=_nvlink(450e9),
     network=_port(400e9),
     collectives=_NVSWITCH_H100,
-    source="NVIDIA H100 SXM data sheet: 989 TFLOP/s, 80 GB, 3.35 TB/s, NVLink 900 GB/s both ways; "
-    "DGX H100: a port of 400 Gb/s per GPU",
+    float32=67e12,
+    source="NVIDIA H100 SXM data sheet: 989 TFLOP/s, in float32 67, 80 GB, 3.35 TB/s, NVLink "
+    "900 GB/s both ways; DGX H100: a port of 400 Gb/s per GPU",
 )
 DEVICES = {
     device.name: device
@@ -136,8 +150,9 @@ DEVICES = {
             local=_nvlink(300e9),
             network=_port(200e9),
             collectives={},
-            source="NVIDIA A100 80GB SXM data sheet: 312 TFLOP/s, 2.039 TB/s, NVLink 600 GB/s both "
-            "ways; DGX A100: a port of 200 Gb/s per GPU",
+            float32=19.5e12,
+            source="NVIDIA A100 80GB SXM data sheet: 312 TFLOP/s, in float32 19.5, 2.039 TB/s, "
+            "NVLink 600 GB/s both ways; DGX A100: a port of 200 Gb/s per GPU",
         ),
         _H100,
         replace(
@@ -166,8 +181,9 @@ DEVICES = {
             bandwidth=8e12,
             local=_nvlink(900e9),
             collectives={},
-            source="NVIDIA DGX B200 data sheet: 2.25 PFLOP/s dense, 180 GB, 8 TB/s, NVLink "
-            "1.8 TB/s both ways; a port of 400 Gb/s per GPU",
+            float32=75e12,
+            source="NVIDIA HGX B200 data sheet: 2.25 PFLOP/s dense, in float32 75 TFLOP/s, "
+            "180 GB, 8 TB/s, NVLink 1.8 TB/s both ways; a port of 400 Gb/s per GPU",
         ),
     )
 }

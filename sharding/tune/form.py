@@ -10,6 +10,9 @@ from .description import Description
 Recompute = Literal["none", "selective", "full"]
 Gather = Literal["microbatch", "step"]
 Zero = Literal[1, 2, 3]
+Dtype = Literal["bfloat16", "float32"]
+_SIZES = {"bfloat16": 2, "float32": 4}
+DTYPES = ("param_dtype", "reduce_dtype", "dtype")  # they are not searched
 AXES = ("pp", "dp", "fsdp", "cp", "ep", "tp")  # major to minor
 
 
@@ -56,6 +59,10 @@ class Form:
         zero: what the ranks of fsdp share between steps: parameters, gradients and optimizer state
             (3, FSDP), the latter two (2), or optimizer state (1). With 1 and 2 parameters are
             gathered once a step, and with 1 gradients are summed once.
+        param_dtype: of parameters in use, and so of products and activations, as that of
+            `MixedPrecisionPolicy`.
+        reduce_dtype: in which gradients of parameters that ranks share are summed, likewise.
+        dtype: of parameters as ranks keep them, of their gradients, and of AdamW's moments.
         balanced: whether sequences are reordered so that causal attention takes each rank of cp the
             same time, as `balance_sequence` does.
     """
@@ -77,6 +84,9 @@ class Form:
     regather: bool = False
     balanced: bool = False
     zero: Zero = 3
+    param_dtype: Dtype = "bfloat16"
+    reduce_dtype: Dtype = "float32"
+    dtype: Dtype = "float32"
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -109,6 +119,33 @@ class Form:
         """The number of ranks that share a parameter of a stage and a tp rank, but of experts."""
         return self.fsdp * self.cp * self.ep
 
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of an element of a parameter in use."""
+        return _SIZES[self.param_dtype]
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Bytes of an element of a gradient that is summed over shards."""
+        return _SIZES[self.reduce_dtype]
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of an element of a parameter as ranks keep it."""
+        return _SIZES[self.dtype]
+
+    @property
+    def precision(self) -> str:
+        """The dtypes in words; "" for products in bfloat16 and the rest in float32."""
+        dtypes = self.param_dtype, self.reduce_dtype, self.dtype
+        if dtypes == ("float32",) * 3:
+            return "float32"
+        if dtypes == ("bfloat16",) * 3:
+            return "bfloat16"
+        defaults = ("bfloat16", "float32", "float32")
+        pairs = zip(DTYPES, dtypes, defaults, strict=True)
+        return " ".join(f"{name}={value}" for name, value, default in pairs if value != default)
+
     def group(self, axis: str, node: int) -> Group:
         """Return the group of an axis on nodes of so many devices.
 
@@ -136,6 +173,7 @@ class Form:
         axes += " compiled" if self.compiled else ""
         axes += " regather" if self.regather else ""
         axes += " balanced" if self.balanced else ""
+        axes += f" {self.precision}" if self.precision else ""
         if self.recompute == "selective":
             return f"{axes} recompute selectively"
         return f"{axes} recompute" if self.recompute == "full" else axes
@@ -150,6 +188,9 @@ _CHOICES = {
     "regather": (True, False),
     "balanced": (True, False),
     "zero": get_args(Zero),
+    "param_dtype": get_args(Dtype),
+    "reduce_dtype": get_args(Dtype),
+    "dtype": get_args(Dtype),
 }
 
 
@@ -162,6 +203,11 @@ def check_field(name: str, value: Any) -> None:
     if choices is None:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name}={value!r}: a whole number from 1")
+    elif name.endswith("dtype") and str(value).startswith("float8"):
+        raise ValueError(
+            f"{name}={value!r}: fully_shard does not scale gradients and parameters in float8; one "
+            f"of {', '.join(map(str, choices))}"
+        )
     elif value not in choices:
         raise ValueError(f"{name}={value!r}: one of {', '.join(map(str, choices))}")
 
@@ -187,6 +233,8 @@ def why_not(form: Form, model: Description) -> str | None:
         return "regather needs sequence parallelism, and recompute=none"
     if form.zero < 3 and (form.shards == 1 or form.pp > 1 or form.dp > 1):
         return f"zero={form.zero} needs fsdp or cp, and neither a pipeline nor dp"
+    if form.param_dtype == "float32" and form.dtype == "bfloat16":
+        return "param_dtype=float32 dtype=bfloat16: parameters are used as they are kept, or lower"
     if form.balanced and form.cp == 1:
         return "balanced sequences need cp > 1"
     positions = form.cp * (form.tp if form.sequence_parallel else 1)

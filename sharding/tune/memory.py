@@ -1,7 +1,8 @@
 """Bytes of a training step on a rank, by part, in closed form.
 
 With P parameters on the rank's stages and tp rank, n ranks that share them, bfloat16 in use, and
-AdamW in float32; in use are of experts those of the rank of ep:
+AdamW in float32, or with the bytes of the form's own dtypes; in use are of experts those of the
+rank of ep:
 
     parameters     4 P / n
     gradients      4 P / n, if an earlier microbatch has made some
@@ -23,9 +24,6 @@ from dataclasses import dataclass
 
 from .description import Description
 from .form import Form
-
-_OWN, _IN_USE, _REDUCED = 4, 2, 4  # bytes of an element at rest, gathered, and of summed gradients
-_MOMENTS = 8  # of AdamW's two moments
 
 
 @dataclass(frozen=True)
@@ -92,6 +90,8 @@ def stages_of_rank(form: Form, rank: int) -> list[int]:
 
 def memory_of(form: Form, model: Description, rank: int) -> Memory:
     """Return what a rank of the pipeline holds at the peak of a step."""
+    model = model.computing_in(form.param_dtype)
+    kept, reduced = form.kept_bytes, form.reduced_bytes
     costs = model.costs(form.tp, form.sequence_parallel, form.compiled)
     scale = form.rows / form.cp
     stages = stages_of_rank(form, rank)
@@ -128,9 +128,11 @@ def memory_of(form: Form, model: Description, rank: int) -> Memory:
         # gathered along another dim than that of experts, they are copies that last until backward
         in_use += blocks * block.experts / form.ep
     sums_whole = form.gather == "step" or (form.zero == 1 and form.microbatches > 1)
-    whole = _IN_USE * in_use + (_REDUCED * used if shards > 1 and sums_whole else 0.0)
+    # a rank that has whole parameters uses them as they are, if no dtype differs
+    used_bytes = form.used_bytes if shards > 1 or form.param_dtype != form.dtype else 0
+    whole = used_bytes * in_use + (reduced * used if shards > 1 and sums_whole else 0.0)
     of_blocks = min(2 if shards > 1 else 1, blocks) * largest if frees else 0.0
-    gradients = _OWN * held / shards
+    gradients = kept * held / shards
     # Sums of earlier microbatches: none if all forwards come before the first backward, and whole
     # ones, among what is gathered, with gather="step" and zero=1.
     if sums_whole:
@@ -144,15 +146,15 @@ def memory_of(form: Form, model: Description, rank: int) -> Memory:
     head = reduction = opened = 0.0
     later = gradients  # when backward comes to the first block
     if shards == 1:
-        opened = _REDUCED * largest  # a buffer that gradients are copied into
+        opened = kept * largest  # a buffer that gradients are copied into
     elif frees:  # gradients of the head wait for those of the embedding
-        head = _IN_USE * last
-        later = max(before, gradients - _OWN * (edges + largest) / shards)
-        reduction = _REDUCED * largest
+        head = used_bytes * last
+        later = max(before, gradients - kept * (edges + largest) / shards)
+        reduction = reduced * largest
         of_blocks += costs.largest_block() / shards  # cast for the next gather
-    in_blocks = whole + _IN_USE * of_blocks + head
+    in_blocks = whole + used_bytes * of_blocks + head
     # all gradients of a block; as they are copied into a buffer, its gathered parameters are freed
-    products = reduction or _IN_USE * largest + opened
+    products = reduction or form.used_bytes * largest + opened
     of_experts = 1 + more if block.experts else 1.0
     begin = scale * (again + of_experts * costs.block_transient)
     if form.pp > 1:
@@ -181,9 +183,9 @@ def memory_of(form: Form, model: Description, rank: int) -> Memory:
         ]
     gradients, gathered, activations, loss = max(moments, key=sum)
     return Memory(
-        parameters=_OWN * held / shards,
+        parameters=kept * held / shards,
         gradients=gradients,
-        optimizer=_MOMENTS * held / shards,
+        optimizer=2 * kept * held / shards,
         gathered=gathered,
         activations=activations,
         loss=loss,

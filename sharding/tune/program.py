@@ -105,8 +105,10 @@ def program_text(form: Form, model: Description, build: str, node: int) -> str:
         *(_CONTEXTS if form.recompute == "selective" else []),
         'def main(device="cuda", steps=3):',
         "    mesh = sm.init_device_mesh(device, tuple(MESH.values()), axis_names=tuple(MESH))",
-        "    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)",
+        f"    policy = MixedPrecisionPolicy(param_dtype=torch.{form.param_dtype}, "
+        f"reduce_dtype=torch.{form.reduce_dtype})",
         "    model = build()",
+        *(_KEPT_IN_BFLOAT16 if form.dtype == "bfloat16" else []),
         "    model.train()",
     ]
     lines += _recompute_and_compile(form, model)
@@ -197,6 +199,10 @@ def program_text(form: Form, model: Description, build: str, node: int) -> str:
     return "\n".join(lines) + "\n"
 
 
+_KEPT_IN_BFLOAT16 = [
+    "    for parameter in model.parameters():  # buffers, such as frequencies, stay as they are",
+    "        parameter.data = parameter.data.to(torch.bfloat16)",
+]
 _REGATHER = ["It saves what it gathers along the sequence; sm.jit can gather it again.", ""]
 
 # Lines of a function that reorders sequences, and returns what a model of Hugging Face needs then:
@@ -371,10 +377,15 @@ def accelerate_text(form: Form) -> str:
         return f"# accelerate's ParallelismConfig has no expert parallelism (ep={form.ep})"
     if form.dp > 1 and form.fsdp == 1 and form.cp * form.tp > 1:
         return f"# accelerate's ParallelismConfig takes dp={form.dp} with cp or tp only if fsdp > 1"
-    return (
+    text = (
         f"ParallelismConfig(dp_replicate_size={form.dp}, dp_shard_size={form.fsdp}, "
         f"cp_size={form.cp}, tp_size={form.tp})"
     )
+    if not form.precision:
+        return text
+    if form.param_dtype == form.reduce_dtype == form.dtype:
+        return f'{text}  # Accelerator(mixed_precision="no"), the model in {form.dtype}'
+    return f"{text}  # and a MixedPrecisionPolicy of its plugin: {form.precision}"
 
 
 def titan_text(form: Form, model: Description) -> str:
@@ -386,6 +397,8 @@ def titan_text(form: Form, model: Description) -> str:
         return "# torchtitan's zero-bubble schedules have two stages on a rank or more"
     if form.zero < 3:
         return f"# torchtitan shards parameters, too (zero={form.zero})"
+    if form.reduce_dtype != "float32":
+        return "# torchtitan sums gradients in float32 alone (reduce_dtype)"
     if form.regather:
         return "# torchtitan saves what it gathers along the sequence (regather)"
     if form.pp > 1 and stages != form.pp * form.stages:
@@ -408,6 +421,10 @@ def titan_text(form: Form, model: Description) -> str:
         ]
         flags["parallelism.pipeline_parallel_microbatch_size"] = form.rows
         flags["parallelism.pipeline_parallel_layers_per_stage"] = layers_per_stage
+    if form.param_dtype != "bfloat16":
+        flags["training.mixed_precision_param"] = form.param_dtype
+    if form.dtype != "float32":
+        flags["training.dtype"] = form.dtype
     flags["activation_checkpoint.mode"] = form.recompute
     if form.recompute == "selective":
         # every second product; the default is every second layer

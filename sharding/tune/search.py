@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any, get_args
 
 from .description import Description
-from .form import AXES, Form, Recompute, why_not
+from .form import AXES, DTYPES, Form, Recompute, why_not
 from .measure import Measured
 from .memory import Memory, peak_memory, size
 from .prices import Prices
@@ -86,6 +86,7 @@ def forms(
     # sequence parallelism moves the same bytes, and takes less memory
     splits = fixed.get("sequence_parallel", model.sequence_plan is not None)
     divisors = [n for n in range(1, devices + 1) if devices % n == 0]
+    dtypes = {name: fixed[name] for name in DTYPES if name in fixed}
     for tp, pp, cp in product(divisors, divisors, divisors):
         limits = (("tp", tp, _MOST_TP), ("pp", pp, _MOST_PP), ("cp", cp, _MOST_CP))
         if devices % (tp * pp * cp) or any(
@@ -109,7 +110,7 @@ def forms(
                 dp, rest = divmod(data // ep, fsdp)
                 if rest or not allowed("dp", [dp]):
                     continue
-                base = Form(pp=pp, dp=dp, fsdp=fsdp, cp=cp, tp=tp, ep=ep)
+                base = Form(pp=pp, dp=dp, fsdp=fsdp, cp=cp, tp=tp, ep=ep, **dtypes)
                 yield from _inner_forms(base, rows, allowed, most, splits)
 
 
@@ -183,7 +184,7 @@ def search(
     """Return what was tried, for all forms or for the neighbours of one."""
     result = Search()
     if near is not None:
-        unsearched = ("compiled", "regather", "balanced")
+        unsearched = ("compiled", "regather", "balanced", *DTYPES)
         fixed = {**{name: getattr(near, name) for name in unsearched}, **fixed}
     times = StepTimes(model, prices)
     takes: set[tuple[str, Any]] = set()

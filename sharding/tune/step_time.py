@@ -32,14 +32,10 @@ from .form import Form, Group
 from .memory import forwards_before_backward, stages_of_rank
 from .prices import Prices
 
-_IN_USE, _REDUCED, _OWN = 2, 4, 4  # bytes of an element: gathered, summed, and at rest
-# Bytes read and written for an element of a gradient: its norm, clipping, and the eight operators
+# Elements read and written for one of a gradient: its norm, clipping, and the eight operators
 # of torch.optim.AdamW on lists of tensors (torch/optim/adamw.py, _multi_tensor_adamw), which is its
 # default on GPUs: decay, both moments, and the root, corrections and quotient of the update.
-_STEP = 4 + 8 + (8 + 12 + 8 + 12 + 8 + 8 + 8 + 16)
-# Bytes that copies of FSDP read and write for an element: out of the gathered buffer, and of the
-# gradient into the buffer that is reduced, in float32.
-_COPY_OUT, _COPY_IN = 2 + 2, 2 + 4
+_STEP = 1 + 2 + (2 + 3 + 2 + 3 + 2 + 2 + 2 + 4)
 _STEADY = 4, 6  # microbatches for each rank of a pipeline that are simulated for more of them
 
 
@@ -179,6 +175,7 @@ class _Sharing:
 
     def __init__(self, form: Form, prices: Prices) -> None:
         self._ep, self._prices = form.ep, prices
+        self._used, self._reduced = form.used_bytes, form.reduced_bytes
         self._groups = form.group("shards", prices.node), form.group("fsdp", prices.node)
 
     def used(self, block: Costs) -> _Elements:
@@ -189,11 +186,11 @@ class _Sharing:
 
     def gather(self, elements: _Elements) -> float:
         """Return the seconds of an all_gather."""
-        return self._seconds("all_gather", _IN_USE, elements)
+        return self._seconds("all_gather", self._used, elements)
 
     def reduction(self, elements: _Elements) -> float:
         """Return the seconds of a reduce_scatter."""
-        return self._seconds("reduce_scatter", _REDUCED, elements)
+        return self._seconds("reduce_scatter", self._reduced, elements)
 
     def shared(self, elements: _Elements) -> _Elements:
         """Return those elements that more than one rank share."""
@@ -236,7 +233,7 @@ class StepTimes:
             simulate: run the pipeline's schedule, in place of the formula of its bubble.
             rank: of the pipeline; by default the busiest.
         """
-        model, prices = self._model, self._prices
+        model, prices = self._model.computing_in(form.param_dtype), self._prices
         costs = model.costs(form.tp, form.sequence_parallel, form.compiled)
         units = self._units_of(form)
         split = model.stages(form.tp, form.sequence_parallel, form.pp * form.stages)
@@ -306,7 +303,7 @@ class StepTimes:
         if frees:
             gathered = gathered.plus(used, form.gathers * blocks)
         reduced = _Elements().plus(in_use, form.reductions)
-        dp = prices.seconds("all_reduce", _OWN * held * dp_share, replicas)
+        dp = prices.seconds("all_reduce", form.kept_bytes * held * dp_share, replicas)
         if m == 1 and form.pp == 1:  # behind backward, next to what the shards send there
             slack = units.block_backward.seconds - backward_shards
             dp = self._beside(blocks * max(0.0, slack), dp)
@@ -317,15 +314,18 @@ class StepTimes:
             bubble = self._bubble(form, forwards, backwards, rank, hop, simulate=simulate)
         own_messages = sum(messages[stage] for stage in own)
         device = prices.device
-        copied = _COPY_OUT * sharing.shared(gathered).total
+        # copies of FSDP: out of the gathered buffer, and of gradients into the one that is reduced
+        used_bytes, reduced_bytes = form.used_bytes, form.reduced_bytes
+        copied = 2 * used_bytes * sharing.shared(gathered).total
         if form.devices > form.pp * form.tp:
-            copied += _COPY_IN * reduced.total
+            copied += (used_bytes + reduced_bytes) * reduced.total
         moved = {
             "tp": total.tp_bytes,
             "cp": total.cp_bytes,
             "ep": total.ep_bytes,
-            "fsdp": _IN_USE * sharing.received(gathered) + _REDUCED * sharing.received(reduced),
-            "dp": _OWN * held * dp_share,
+            "fsdp": used_bytes * sharing.received(gathered)
+            + reduced_bytes * sharing.received(reduced),
+            "dp": form.kept_bytes * held * dp_share,
             "pp": m * stream * own_messages,
         }
         stages_with_edges = sum(
@@ -355,7 +355,11 @@ class StepTimes:
             copies=copied / (device.bandwidth * device.traffic),
             bubble=bubble,
             rank=rank,
-            optimizer=_STEP * held / form.shards / (device.bandwidth * device.traffic),
+            optimizer=_STEP
+            * form.kept_bytes
+            * held
+            / form.shards
+            / (device.bandwidth * device.traffic),
             moved={axis: count for axis, count in moved.items() if count},
             launches={axis: count for axis, count in launches.items() if moved[axis]},
         )
@@ -409,13 +413,15 @@ class StepTimes:
         node = self._prices.node
         groups = form.group("tp", node), form.group("cp", node), form.group("ep", node)
         options = form.sequence_parallel, form.recompute, form.compiled, form.regather
-        key = (*groups, form.rows, *options, form.balanced)
+        key = (*groups, form.rows, *options, form.balanced, form.param_dtype)
         units = self._units.get(key)
         if units is None:
-            costs = self._model.costs(form.tp, form.sequence_parallel, form.compiled)
+            model = self._model.computing_in(form.param_dtype)
+            costs = model.costs(form.tp, form.sequence_parallel, form.compiled)
+            in_backward = 1 + 4 / form.used_bytes  # gradients of keys and values in float32
             forward = self._pass(costs.block.forward, costs.block, form, sends=1)
             backward = self._pass(
-                costs.block.backward, costs.block, form, sends=3, is_backward=True
+                costs.block.backward, costs.block, form, sends=in_backward, is_backward=True
             )
             if form.regather:
                 use = costs.block.forward.communication.get("all_gather", (0.0, 0.0))
@@ -438,7 +444,9 @@ class StepTimes:
                 forward,
                 backward,
                 self._pass(costs.edges.forward, costs.edges, form, sends=1),
-                self._pass(costs.edges.backward, costs.edges, form, sends=3, is_backward=True),
+                self._pass(
+                    costs.edges.backward, costs.edges, form, sends=in_backward, is_backward=True
+                ),
             )
             self._units[key] = units
         return units
@@ -465,7 +473,7 @@ class StepTimes:
         costs: Costs,
         form: Form,
         *,
-        sends: int,
+        sends: float,
         is_backward: bool = False,
         launch: float | None = None,
     ) -> _Pass:
@@ -485,26 +493,27 @@ class StepTimes:
         busiest = phase.attention + unseen * (1 - 1 / form.cp)
         fraction = device.attention_backward if is_backward else device.attention
         attention = scale * max(phase.attention, busiest / device.sharing)
-        attention /= device.flops * fraction
+        attention /= device.peak(form.param_dtype) * fraction
         tp_group = form.group("tp", prices.node)
         tp = sum(
             prices.waited_for(op, received * scale * device.sums.get(op, 1.0), tp_group, launches)
             for op, (launches, received) in phase.communication.items()
         )
         ring_bytes = (form.cp - 1) * sends * scale * costs.keys_and_values
-        launches_of_ring = (form.cp - 1) * min(sends, 2) if ring_bytes else 0
+        launches_of_ring = (form.cp - 1) * min(round(sends), 2) if ring_bytes else 0
         ring = 0.0
         if ring_bytes:
             cp_group = form.group("cp", prices.node)
             ring = prices.seconds("permute", ring_bytes, cp_group, launches_of_ring)
         matmul = other = 0.0
+        peak = device.peak(form.param_dtype)
         for kernel, count in phase.kernels.items():
             rows, launches, fixed = scale, 1.0, kernel.fixed
             if kernel.of_experts and form.ep > 1:
                 rows, fixed = scale * self._model.imbalance, fixed / form.ep
                 launches = self._model.experts / form.ep
             moving = (kernel.moved * rows + fixed) / (device.bandwidth * device.traffic)
-            computing = kernel.flops * rows / (device.flops * device.matmul)
+            computing = kernel.flops * rows / (peak * device.matmul)
             launching = launches * (device.launch if launch is None else launch)
             seconds = max(moving, computing)
             seconds = count * (seconds + launching if device.is_host else max(seconds, launching))

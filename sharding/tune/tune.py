@@ -55,7 +55,8 @@ def tune(
     Counts what the model computes, saves and sends, by running two short copies of it without
     values, for each size of tensor parallelism with its plan applied. From that it computes time
     and memory of a training step with AdamW, in bfloat16 with parameters, gradients and moments in
-    float32, for every form that divides, and returns the fastest that fit, with reasons.
+    float32 unless `fix` says otherwise, for every form that divides, and returns the fastest that
+    fit, with reasons.
 
     Args:
         model: on "meta", with blocks that repeat in one list, such as a model of Hugging Face.
@@ -67,7 +68,8 @@ def tune(
         device: a name ("a100", "h100", "h200", "b200") or a `Device`.
         memory: bytes of a device; by default the device's.
         node: devices of a node; by default the topology's `node_size`, else 8.
-        fix: fields of `Form` that are given, such as {"tp": 8, "recompute": "full"}.
+        fix: fields of `Form` that are given, such as {"tp": 8, "recompute": "full"}. Dtypes are not
+            searched: without {"param_dtype": ...} and the like they are the defaults.
         near: a form whose neighbours are searched, with itself, in place of all forms.
         max_microbatch: the most rows of a microbatch on a data rank.
         loss: a function of output and batch that returns the loss; by default the cross entropy of

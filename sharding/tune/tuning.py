@@ -11,6 +11,7 @@ import torch
 
 from ...mesh.text import table_lines
 from .description import Description
+from .events import StepEvents, step_events
 from .form import Form
 from .measure import measure_program
 from .memory import size
@@ -20,8 +21,8 @@ from .search import Candidate
 from .step_time import model_flops
 
 _MFU = (
-    "MFU: three times the flops of forward, attention as if not causal, over the peak in bfloat16; "
-    "recomputation does not count"
+    "MFU: three times the flops of forward, attention as if not causal, over the peak in the dtype "
+    "of products; recomputation does not count"
 )
 
 
@@ -138,7 +139,7 @@ class Tuning:
     def mfu(self, candidate: Candidate) -> float:
         """Return the model flops utilization of a candidate; see the table's last line."""
         rate = model_flops(self.model) / candidate.time.total / candidate.form.devices
-        return rate / self.prices.device.flops
+        return rate / self.prices.device.peak(candidate.form.param_dtype)
 
     def priced_by(self, form: Form) -> dict[str, str]:
         """Return what prices each axis: "calibrated", "table" or "data sheet"."""
@@ -147,6 +148,26 @@ class Tuning:
             axis: self.prices.source(form.group(axis, node), _OP_OF.get(axis, "all_gather"))
             for axis in form.sizes
         }
+
+    def events(self, form: Form | None = None, *, rank: int = 0) -> StepEvents:
+        """tuning.events() -> StepEvents: what a rank computes and communicates, in order.
+
+        Of a step of the form's program after the first. Each event has `phase`, `stage`,
+        `microbatch`, `op`, `axis` and `of`; `print` shows them. The sums of a few numbers, of the
+        loss and of the norm of gradients, are not among them.
+
+        Args:
+            form: by default the best one.
+            rank: of the pipeline.
+
+        Raises:
+            ValueError: no such rank; or the order of the form is not predicted: compiled blocks,
+                `regather`, expert parallelism with recomputation, experts with tp > 1, or tied
+                parameters in a pipeline.
+
+        Communication: none.
+        """
+        return step_events(form or self.best.form, self.model, rank)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the result as values of JSON: seconds and bytes."""
