@@ -370,7 +370,7 @@ class Description:
 
     def block_like(self, index: int) -> int:
         """Return the first block of the same kind as a block."""
-        return next(members[0] for members in self._kinds if index in members)
+        return next(members[0] for members in self.indices_of_kinds if index in members)
 
     def evaluate(
         self,

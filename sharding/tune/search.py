@@ -19,6 +19,7 @@ _MOST_TP, _MOST_PP, _MOST_CP, _MOST_EP, _MOST_ROWS = 32, 64, 64, 64, 32
 _FEWEST_POSITIONS = 1024  # on a rank of cp
 _SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb_h1", 1))
 FAMILIES = ("tp", "pp", "cp", "ep", "dp", "schedule", "recompute", "gather", "zero")
+_OF_PIPELINES = ("schedule", "gather")
 _FASTEST = 3  # values of a family with a reason
 
 
@@ -192,7 +193,7 @@ def search(
     for form in candidates:
         if near is not None and not is_neighbour(form, near):
             continue
-        families = [(name, getattr(form, name)) for name in FAMILIES]
+        families = _families(form)
         reason = why_not(form, model)
         if reason is not None and form.sequence_parallel and "sequence_parallel" not in fixed:
             whole = replace(form, sequence_parallel=False)
@@ -222,9 +223,15 @@ def _fastest_of_families(fitting: Sequence[Candidate]) -> dict[tuple[str, Any], 
     """Return (family, value) -> its first candidate."""
     best_of: dict[tuple[str, Any], Candidate] = {}
     for candidate in fitting:
-        for name in FAMILIES:
-            best_of.setdefault((name, getattr(candidate.form, name)), candidate)
+        for family in _families(candidate.form):
+            best_of.setdefault(family, candidate)
     return best_of
+
+
+def _families(form: Form) -> list[tuple[str, Any]]:
+    """Return the families of a form: the value of each choice that it makes."""
+    names = [name for name in FAMILIES if form.pp > 1 or name not in _OF_PIPELINES]
+    return [(name, getattr(form, name)) for name in names]
 
 
 def is_neighbour(form: Form, near: Form) -> bool:
@@ -248,8 +255,7 @@ def reasons(searched: Search, best: Candidate, usable: float, node: int) -> list
     that the model cannot take.
     """
     lines = []
-    for name in FAMILIES:
-        own = getattr(best.form, name)
+    for name, own in _families(best.form):
         fitting = [
             (candidate.time.total, family)
             for family, candidate in searched.best_of.items()

@@ -107,6 +107,8 @@ def test_a_reason_names_its_value_once(llama):
     reasons = tune(llama, tiny.ids(16, 64), devices=8, fix={"pp": 1}).reasons
     assert "tp=4 does not divide 2 key/value heads" in reasons
     assert not any(reason.startswith("tp=4: tp=4") for reason in reasons)
+    # without a pipeline there is none of its choices
+    assert not any(reason.startswith(("schedule=", "gather=")) for reason in reasons)
 
 
 def test_the_table_has_every_part(tuning):
