@@ -388,7 +388,7 @@ class Description:
             ValueError: the model cannot run without values.
         """
         mesh = AbstractMesh((tp,), ("tp",))
-        model = self.shortened(blocks).to(self.dtype)
+        model = self.shortened(blocks).to(self.dtype).train()  # as programs do
         plan = styles_of(plan_of_copy(self.plan_of(sequence_parallel), self.model, model))
 
         def prepared(module: nn.Module) -> nn.Module:

@@ -218,6 +218,15 @@ def test_sequences_that_cannot_be_split(kind, options, message):
     assert reason is None if message is None else message in str(reason)
 
 
+def test_a_model_that_is_in_evaluation_mode_is_counted_as_it_trains():
+    """Programs call `train()`; in evaluation attention has no dropout, and saves less."""
+    model = tiny.model(attention_dropout=0.1).eval()
+    described = Description(model, tiny.ids())
+    assert "attention has dropout" in str(why_not(Form(cp=2, rows=tiny.ROWS), described))
+    assert described.costs(1).block == tiny.description(attention_dropout=0.1).costs(1).block
+    assert not model.training
+
+
 def test_a_plan_that_does_not_run_leaves_the_forms_without_it(monkeypatch):
     counted = Description.costs
 
