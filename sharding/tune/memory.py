@@ -9,13 +9,15 @@ rank of ep:
     optimizer      8 P / n
     gathered       2 bytes of the outermost unit; in a block's backward also of two blocks, and the
                    gradients of one, of 2 bytes, or of 4 while they are reduced. With gather="step"
-                   6 P. Where n = 1, the copy in use of 2 P
+                   6 P. Where n = 1, the copy in use of 2 P. With dp and several microbatches
+                   4 P / n after the last one: gradients in the buffer that dp sums
     activations    what a microbatch saves in a block, times blocks and live microbatches; with
                    recomputation the inputs of blocks, and all of one block; what a block's backward
                    computes
     loss           what the head saves, and what its backward holds for a moment
 
-The peak is at the loss, or in the backward of one of the last two blocks or of the first.
+The peak is at the loss, in the backward of one of the last two blocks or of the first, or when dp
+sums the gradients of several microbatches.
 """
 
 from __future__ import annotations
@@ -181,6 +183,8 @@ def memory_of(form: Form, model: Description, rank: int) -> Memory:
             (later, in_blocks + reduction, one + begin, 0.0),
             (later, in_blocks + products, 0.0, 0.0),
         ]
+    if form.dp > 1 and form.microbatches > 1 and not sums_whole:
+        moments.append((gradients, gradients, 0.0, 0.0))  # in one buffer that dp sums
     gradients, gathered, activations, loss = max(moments, key=sum)
     return Memory(
         parameters=kept * held / shards,

@@ -7,8 +7,8 @@
                                 in each of several stages; the rest follows on a line
     kinds           several     with 2 of each, and with one more of each; likewise
     microbatches    1 and 2     as they are
-                    more        with 1 and 2, in a pipeline with enough to fill it and with more;
-                                later ones receive and hold what the last does
+                    more        with 1 and 2, with dp 2 and 3, in a pipeline with enough to fill it
+                                and with more; later ones receive and hold what the last does
 
 Bytes are exact. The peak is the larger of several sums that grow with the number of blocks, and a
 line through two of its values may pass below it, if another sum is the largest with more blocks.
@@ -238,8 +238,8 @@ def _of_microbatches(form: Form, model: Description, ranks: Sequence[int]) -> Co
 
 def _few_microbatches(form: Form) -> tuple[int, int]:
     """Return two numbers of microbatches from which the costs of more of them follow."""
-    if form.pp == 1:
-        return 1, 2
+    if form.pp == 1:  # of one, dp sums the gradients of each unit by itself
+        return (2, 3) if form.dp > 1 else (1, 2)
     if form.schedule == "gpipe":  # it holds all of them
         return form.microbatches, form.microbatches
     if form.stages == 1:

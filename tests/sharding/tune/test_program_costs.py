@@ -67,6 +67,24 @@ def times_of(model: Description) -> StepTimes:
     return StepTimes(model, Prices(device, device.topology(8), 8))
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        Form(dp=2, rows=1, microbatches=2, param_dtype="float32"),
+        Form(dp=2, rows=1, microbatches=4, recompute="full"),
+    ],
+    ids=str,
+)
+def test_dp_sums_the_gradients_of_several_microbatches_in_one_buffer(form):
+    """Few rows and wide layers: nothing else of the step takes as much memory."""
+    model = Description(tiny.model(**SIZES, num_hidden_layers=6), tiny.ids(ROWS, 8))
+    (program,) = evaluate(form, model).values()
+    computed = memory_of(form, model, 0)
+    assert computed.gathered == computed.gradients == computed.parameters
+    assert computed.total == pytest.approx(program.peak, rel=0.01)
+    assert program.launches["dp"] == 1
+
+
 @pytest.mark.parametrize("form", [*FAST, *map(slow, FORMS[2:])], ids=str)
 def test_formulas(described, form):
     time = times_of(described).of(form, rank=0)
