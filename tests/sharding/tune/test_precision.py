@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 
 import shardmesh as sm
 from shardmesh.sharding.tune.description import Description
@@ -133,8 +134,6 @@ def test_losses_are_those_of_one_rank(case, tiny_folder):
 
 def test_parameters_that_are_kept_in_bfloat16_are_alone(tiny_folder):
     """The frequencies of rotary embeddings, which are buffers, stay in float32."""
-    import torch
-
     form = Form(fsdp=2, rows=4, **PRECISIONS["bfloat16"])
     text = program_text(form, tiny.description(), hugging_face_build(tiny_folder), node=8)
     names: dict[str, Any] = {"__name__": "train"}
@@ -202,8 +201,12 @@ def test_settings_of_other_libraries(described):
 @pytest.mark.parametrize(
     ("fix", "message"),
     [
-        ({"param_dtype": "float8_e4m3fn"}, "does not scale .* in float8; one of bfloat16, float32"),
-        ({"dtype": "float16"}, "dtype='float16': one of bfloat16, float32"),
+        (
+            {"param_dtype": "float8_e4m3fn"},
+            'does not scale .* in float8; write "bfloat16" or "float32"',
+        ),
+        ({"dtype": "float16"}, 'dtype=\'float16\': write "bfloat16" or "float32"'),
+        ({"dtype": torch.bfloat16}, 'dtype=torch.bfloat16: write "bfloat16" or "float32"'),
         (
             {"param_dtype": "float32", "dtype": "bfloat16"},
             "parameters are used as they are kept, or lower",
