@@ -12,7 +12,7 @@ import torch
 
 import shardmesh as sm
 from shardmesh.sharding.tune.description import Description
-from shardmesh.sharding.tune.devices import device_of
+from shardmesh.sharding.tune.devices import Device, device_of
 from shardmesh.sharding.tune.form import Form, why_not
 from shardmesh.sharding.tune.memory import memory_of
 from shardmesh.sharding.tune.prices import Prices
@@ -167,6 +167,24 @@ def test_times_follow_the_dtype(described):
     assert pure.optimizer == pytest.approx(mixed.optimizer / 2)
     assert H100.peak("float32") == 67e12
     assert replace(H100, float32=0.0).peak("float32") == pytest.approx(H100.flops / 15)
+
+
+def test_sums_in_bfloat16_take_hosts_longer(described):
+    """By the dtype in which each of them sums: activations, shards' gradients, replicas'."""
+    slow_sums = replace(H100, sums={"all_reduce": 3.0, "reduce_scatter": 3.0})
+
+    def seconds(device: Device, form: Form) -> float:
+        return StepTimes(described, Prices(device, device.topology(8), 8)).of(form).total
+
+    for form, slower in (
+        (Form(tp=4, rows=16), True),
+        (Form(tp=4, rows=16, param_dtype="float32"), False),
+        (Form(fsdp=4, rows=4), False),
+        (Form(fsdp=4, rows=4, reduce_dtype="bfloat16"), True),
+        (Form(dp=4, rows=2, microbatches=2), False),
+        (Form(dp=4, rows=2, microbatches=2, dtype="bfloat16"), True),
+    ):
+        assert (seconds(slow_sums, form) > seconds(H100, form)) is slower, form
 
 
 def test_dtypes_are_given_and_not_searched():
