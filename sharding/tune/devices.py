@@ -42,8 +42,8 @@ class Device:
             its own.
         sharing: ranks for each core, all of whom compute at the rates above at the same time; a
             rank that waits leaves its share of the core to others. 1 for accelerators.
-        sums: how much longer a collective takes that sums in bfloat16, for as many bytes, than in
-            float32: 1 where links decide.
+        sums: by collective, how much longer one takes that sums in bfloat16, for as many bytes,
+            than in float32: 1 where it is not given, as where links decide.
         occupied: fraction of the multiprocessors that a collective takes from kernels next to it.
         collectives: measured (latency, bytes of the whole tensor per second) of a collective inside
             a node, by the number of ranks; empty if there is no such table.
@@ -78,6 +78,10 @@ class Device:
         if dtype == "bfloat16":
             return self.flops
         return self.float32 or self.flops / 15
+
+    def summing(self, op: str, dtype: str) -> float:
+        """Return how much longer a collective takes that sums in a dtype than in float32."""
+        return self.sums.get(op, 1.0) if dtype == "bfloat16" else 1.0
 
     def topology(self, node: int) -> Topology:
         """Return the topology of nodes of so many of these devices, by data sheets."""

@@ -21,9 +21,10 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Literal, NamedTuple
 
-from ..parallel.pipeline.actions import Action, Row, actions_in
+from ..parallel.data.grads.grad_bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from ..parallel.pipeline.actions import Action, actions_in
 from ..parallel.pipeline.executor import with_whole_backwards
-from ..parallel.pipeline.make_schedule import make_schedule
+from ..parallel.pipeline.gathering import last_backwards
 from ..parallel.pipeline.transport import transfers
 from .description import Description, stage_layers
 from .form import AXES, Form, why_not
@@ -41,9 +42,7 @@ from .part_order import (
     model_order,
 )
 from .program import mesh_axes
-
-# of data_parallel, as in parallel/data/grads/grad_bucketing.py
-_FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20
+from .step_time import schedule_of
 
 Phase = Literal["forward", "backward", "end of step"]
 
@@ -55,8 +54,8 @@ class Event(NamedTuple):
         phase: "forward", "backward", or "end of step".
         stage: of the pipeline; 0 without one.
         microbatch: its number; None at the end of a step.
-        op: the collective; "send" or "receive" of a message of the pipeline, which receives begin
-            to wait for; "" for what the rank computes.
+        op: the collective, where it is launched; "send", or "receive" where the receive of the next
+            message of the pipeline is posted; "" for what the rank computes.
         axis: mesh axes of the collective, such as "fsdp" or "fsdp,cp".
         of: what is computed or moved, such as "block 3" and "parameters of block 3".
     """
@@ -181,7 +180,7 @@ class _Step:
         self._saves = form.recompute == "none" and self._frees
         self._sums = True  # whether the running backward sums gradients
         self._waiting: list[_Unit] = []  # of a bucket
-        self._threshold = _FIRST_BUCKET
+        self._threshold = FIRST_BUCKET_BYTES
         self._stages = {stage: self._stage(stage) for stage in stages_of_rank(form, rank)}
 
     def _stage(self, stage: int) -> _Stage:
@@ -236,12 +235,7 @@ class _Step:
 
     def _run_pipeline(self) -> None:
         form = self._form
-        schedule = make_schedule(
-            form.schedule,
-            form.pp,
-            form.microbatches,
-            stages_per_rank=form.stages if form.schedule in ("interleaved", "zb_h1") else None,
-        )
+        schedule = schedule_of(form, form.microbatches)
         moved = transfers(schedule.rows)
         # what comes from each rank, in order; the next receive is posted as one is waited for
         incoming = {src: list(x) for (src, dst), x in moved.items() if dst == self._rank}
@@ -252,7 +246,7 @@ class _Step:
         self._balance()
         for messages in incoming.values():
             self._receive(messages)
-        last = _last_backwards(row)
+        last = last_backwards(row)
         for action in actions:
             is_forward = action.kind == "F"
             self._at = (
@@ -269,7 +263,7 @@ class _Step:
             if is_forward:
                 self._forward(action.stage, action.microbatch)
             elif action.kind == "W":
-                self._backward_for_weights(action.stage)
+                self._backward_for_weights(action.stage, reduces=reduces)
             else:
                 is_whole = action.kind == "B"
                 self._backward(action.stage, action.microbatch, is_whole=is_whole, reduces=reduces)
@@ -370,8 +364,8 @@ class _Step:
             else:
                 self._run_mark(mark)
 
-    def _backward_for_weights(self, number: int) -> None:
-        self._sums = True
+    def _backward_for_weights(self, number: int, *, reduces: bool) -> None:
+        self._sums = reduces
         stage = self._stages[number]
         for unit in reversed(stage.order):
             self._reduce(stage, unit)
@@ -425,7 +419,7 @@ class _Step:
     def _end_backward(self, stage: _Stage) -> None:
         self._wait(stage)
         self._launch_bucket()
-        self._threshold = _FIRST_BUCKET
+        self._threshold = FIRST_BUCKET_BYTES
         stage.delayed = None
         for unit in stage.order:
             self._release(unit)
@@ -452,12 +446,14 @@ class _Step:
     def _launch_bucket(self) -> None:
         units, self._waiting = self._waiting, []
         if units:
-            self._threshold = _BUCKET
+            self._threshold = BUCKET_BYTES
             self._sum_whole(units)
 
     def _sum_whole(self, units: Sequence[_Unit]) -> None:
         """Sum gradients over dp, and over tp where it does not split parameters."""
-        names = "of all units" if len(units) > 3 else ", ".join(unit.name for unit in units)
+        names = ", ".join(unit.name for unit in units)
+        if len(units) > 3:
+            names = f"{units[0].name}, ..., {units[-1].name}"
         for is_split in dict.fromkeys(split for unit in units for split in unit.splits):
             axis = _axes(self._form, ("dp",) if is_split else ("dp", "tp"))
             if axis:
@@ -533,9 +529,3 @@ def _message(result: Action) -> str:
     """Return what moves: 1F0 is the output of stage 1, and 1I0 the gradient of its input."""
     what = "activations" if result.kind == "F" else "gradients"
     return f"{what} of stage {result.stage}, microbatch {result.microbatch}"
-
-
-def _last_backwards(row: Row) -> set[Action]:
-    """Return the action of each stage after which its gradients are complete."""
-    last = {action.stage: action for action in actions_in(row) if action.kind in "BW"}
-    return set(last.values())

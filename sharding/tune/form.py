@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple, get_args
 
+from ...mesh.text import shortened
 from .description import Description
 
 Recompute = Literal["none", "selective", "full"]
@@ -203,11 +204,11 @@ def check_field(name: str, value: Any) -> None:
     if choices is None:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name}={value!r}: a whole number from 1")
-    elif name.endswith("dtype") and str(value).startswith("float8"):
-        raise ValueError(
-            f"{name}={value!r}: fully_shard does not scale gradients and parameters in float8; one "
-            f"of {', '.join(map(str, choices))}"
-        )
+    elif name in DTYPES and value not in choices:
+        names_of_dtypes = " or ".join(f'"{choice}"' for choice in choices)
+        is_float8 = "float8" in str(value)
+        why = "fully_shard does not scale gradients and parameters in float8; " * is_float8
+        raise ValueError(f"{name}={shortened(repr(value))}: {why}write {names_of_dtypes}")
     elif value not in choices:
         raise ValueError(f"{name}={value!r}: one of {', '.join(map(str, choices))}")
 

@@ -180,7 +180,8 @@ class _Sharing:
 
     def __init__(self, form: Form, prices: Prices) -> None:
         self._ep, self._prices = form.ep, prices
-        self._used, self._reduced = form.used_bytes, form.reduced_bytes
+        slower = prices.device.summing("reduce_scatter", form.reduce_dtype)
+        self._used, self._reduced = form.used_bytes, slower * form.reduced_bytes
         self._groups = form.group("shards", prices.node), form.group("fsdp", prices.node)
 
     def used(self, block: Costs) -> _Elements:
@@ -213,7 +214,7 @@ class _Sharing:
             count * (group.size - 1) / group.size for count, group in self._by_group(elements)
         )
 
-    def _seconds(self, op: str, size: int, elements: _Elements) -> float:
+    def _seconds(self, op: str, size: float, elements: _Elements) -> float:
         return sum(
             self._prices.seconds(op, size * count * (group.size - 1) / group.size, group)
             for count, group in self._by_group(elements)
@@ -313,7 +314,8 @@ class StepTimes:
         if frees:
             gathered = gathered.plus(used, form.gathers * blocks)
         reduced = _Elements().plus(in_use, form.reductions)
-        dp = prices.seconds("all_reduce", form.kept_bytes * held * dp_share, replicas)
+        slower = prices.device.summing("all_reduce", form.dtype)
+        dp = prices.seconds("all_reduce", slower * form.kept_bytes * held * dp_share, replicas)
         if m == 1 and form.pp == 1:  # behind backward, next to what the shards send there
             slack = units.block_backward.seconds - backward_shards
             dp = self._beside(blocks * max(0.0, slack), dp)
@@ -402,7 +404,7 @@ class StepTimes:
         }
         if sharing == 1:
             return _simulated_bubble(form, costs)
-        schedule = _schedule(form, form.microbatches)
+        schedule = schedule_of(form, form.microbatches)
         step = makespan_on_shared_cores(
             schedule.rows, ActionCosts(**costs), lambda ranks: min(sharing, form.pp / ranks)
         )
@@ -513,7 +515,9 @@ class StepTimes:
         attention /= device.peak(form.param_dtype) * fraction
         tp_group = form.group("tp", prices.node)
         tp = sum(
-            prices.waited_for(op, received * scale * device.sums.get(op, 1.0), tp_group, launches)
+            prices.waited_for(
+                op, received * scale * device.summing(op, form.param_dtype), tp_group, launches
+            )
             for op, (launches, received) in phase.communication.items()
         )
         ring_bytes = (form.cp - 1) * sends * scale * costs.keys_and_values
@@ -551,7 +555,8 @@ class StepTimes:
         )
 
 
-def _schedule(form: Form, microbatches: int) -> Schedule:
+def schedule_of(form: Form, microbatches: int) -> Schedule:
+    """Return the schedule of a form's pipeline, for so many microbatches."""
     takes_stages = form.schedule in ("interleaved", "zb_h1")
     stages = form.stages if takes_stages else None
     return make_schedule(form.schedule, form.pp, microbatches, stages_per_rank=stages)
@@ -566,7 +571,7 @@ def _simulated_bubble(form: Form, costs: Mapping[str, Any]) -> float:
     """
 
     def bubble(microbatches: int) -> float:
-        return _schedule(form, microbatches).simulate(**costs).bubble
+        return schedule_of(form, microbatches).simulate(**costs).bubble
 
     few, more = (count * form.pp for count in _STEADY)
     if form.microbatches <= few + more or form.stages > 1:

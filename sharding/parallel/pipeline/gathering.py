@@ -10,7 +10,6 @@ share of 1/m of the bytes.
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal, TypeAlias
@@ -32,10 +31,17 @@ class StepGathers:
     """
 
     def __init__(self, stages: Mapping[int, Stage], row: Row, gather: Gather) -> None:
-        self._units: dict[int, list[Unit]] = {}
+        self._units: dict[Unit, list[int]] = {}  # -> the stages that have it
         if gather == "step":
-            self._units = {number: units_of(stage) for number, stage in stages.items()}
-        self._last_backward = _last_backwards(row)
+            for number, stage in stages.items():
+                for unit in units_of(stage):
+                    self._units.setdefault(unit, []).append(number)
+        last = last_backwards(row)
+        self._ending: dict[Action, list[Unit]] = {}  # the last backward -> the units that end then
+        for unit, numbers in self._units.items():
+            actions = [action for action in last if action.stage in numbers]
+            if actions:
+                self._ending.setdefault(actions[-1], []).append(unit)
 
     @contextmanager
     def whole_step(self) -> Iterator[None]:
@@ -43,15 +49,14 @@ class StepGathers:
 
         Communication: at the end, the reductions of stages that are compiled as a whole.
         """
-        units = dict.fromkeys(itertools.chain.from_iterable(self._units.values()))
-        before = [(unit, copy.copy(unit.controls)) for unit in units]
+        before = [(unit, copy.copy(unit.controls)) for unit in self._units]
         for unit, _ in before:
             unit.controls.keep = "all"
             unit.controls.reshards_after_backward = False
             unit.controls.reduces_grads = False
         try:
             yield
-            self._reduce_held(units)
+            self._reduce_held(self._units)
         finally:
             for unit, controls in before:
                 unit.controls = controls
@@ -68,17 +73,17 @@ class StepGathers:
             unit.end_model_backward()
 
     def before(self, action: Action) -> None:
-        """Let the units of a stage reduce and free if this is its last backward."""
-        if action in self._last_backward:
-            for unit in self._units.get(action.stage, ()):
-                unit.controls.reduces_grads = True
-                unit.controls.reshards_after_backward = True
+        """Let the units reduce and free that have their last backward now.
+
+        A unit that several stages have does in the last backward of all of them.
+        """
+        for unit in self._ending.get(action, ()):
+            unit.controls.reduces_grads = True
+            unit.controls.reshards_after_backward = True
 
 
-def _last_backwards(row: Row) -> set[Action]:
-    """Return the action of each stage after which its gradients are complete."""
-    last: dict[int, Action] = {}
-    for action in actions_in(row):
-        if action.kind in "BW":
-            last[action.stage] = action
-    return set(last.values())
+def last_backwards(row: Row) -> list[Action]:
+    """Return the actions after which gradients of stages are complete, in order."""
+    actions = [action for action in actions_in(row) if action.kind in "BW"]
+    last = {action.stage: action for action in actions}
+    return [action for action in actions if last[action.stage] == action]

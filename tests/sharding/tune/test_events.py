@@ -37,7 +37,7 @@ def recorded(form: Form, folder: Path, *, has_experts: bool = False) -> list[lis
     return sm.simulate(form.devices)(lambda: Recorder(form).run(text))()
 
 
-@pytest.mark.parametrize("form", [*FORMS[:3], *map(slow, FORMS[3:])], ids=str)
+@pytest.mark.parametrize("form", [*FORMS[:4], *map(slow, FORMS[4:])], ids=str)
 def test_the_order_is_that_of_the_program(form, llama, tmp_path):
     assert compare(form, llama, recorded(form, tmp_path)).startswith("exact")
 
@@ -100,6 +100,11 @@ def test_events_of_a_tuning():
 def test_forms_without_an_order(form, message, llama):
     with pytest.raises(ValueError, match=message):
         step_events(form, llama)
+
+
+def test_a_bucket_of_many_blocks_is_named_by_its_first_and_last(llama):
+    sums = [event.of for event in step_events(Form(dp=4, rows=4), llama) if event.op]
+    assert sums == ["gradients of block 3, ..., of block 0", "gradients outside of blocks"]
 
 
 def test_ranks(llama):

@@ -8,10 +8,11 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 
 import shardmesh as sm
 from shardmesh.sharding.tune.description import Description
-from shardmesh.sharding.tune.devices import device_of
+from shardmesh.sharding.tune.devices import Device, device_of
 from shardmesh.sharding.tune.form import Form, why_not
 from shardmesh.sharding.tune.memory import memory_of
 from shardmesh.sharding.tune.prices import Prices
@@ -133,8 +134,6 @@ def test_losses_are_those_of_one_rank(case, tiny_folder):
 
 def test_parameters_that_are_kept_in_bfloat16_are_alone(tiny_folder):
     """The frequencies of rotary embeddings, which are buffers, stay in float32."""
-    import torch
-
     form = Form(fsdp=2, rows=4, **PRECISIONS["bfloat16"])
     text = program_text(form, tiny.description(), hugging_face_build(tiny_folder), node=8)
     names: dict[str, Any] = {"__name__": "train"}
@@ -170,6 +169,24 @@ def test_times_follow_the_dtype(described):
     assert replace(H100, float32=0.0).peak("float32") == pytest.approx(H100.flops / 15)
 
 
+def test_sums_in_bfloat16_take_hosts_longer(described):
+    """By the dtype in which each of them sums: activations, shards' gradients, replicas'."""
+    slow_sums = replace(H100, sums={"all_reduce": 3.0, "reduce_scatter": 3.0})
+
+    def seconds(device: Device, form: Form) -> float:
+        return StepTimes(described, Prices(device, device.topology(8), 8)).of(form).total
+
+    for form, slower in (
+        (Form(tp=4, rows=16), True),
+        (Form(tp=4, rows=16, param_dtype="float32"), False),
+        (Form(fsdp=4, rows=4), False),
+        (Form(fsdp=4, rows=4, reduce_dtype="bfloat16"), True),
+        (Form(dp=4, rows=2, microbatches=2), False),
+        (Form(dp=4, rows=2, microbatches=2, dtype="bfloat16"), True),
+    ):
+        assert (seconds(slow_sums, form) > seconds(H100, form)) is slower, form
+
+
 def test_dtypes_are_given_and_not_searched():
     options: dict[str, Any] = {"devices": 4, "check": 0, "top": 50}
     default = sm.tune(tiny.model(), tiny.ids(), **options)
@@ -202,8 +219,12 @@ def test_settings_of_other_libraries(described):
 @pytest.mark.parametrize(
     ("fix", "message"),
     [
-        ({"param_dtype": "float8_e4m3fn"}, "does not scale .* in float8; one of bfloat16, float32"),
-        ({"dtype": "float16"}, "dtype='float16': one of bfloat16, float32"),
+        (
+            {"param_dtype": "float8_e4m3fn"},
+            'does not scale .* in float8; write "bfloat16" or "float32"',
+        ),
+        ({"dtype": "float16"}, 'dtype=\'float16\': write "bfloat16" or "float32"'),
+        ({"dtype": torch.bfloat16}, 'dtype=torch.bfloat16: write "bfloat16" or "float32"'),
         (
             {"param_dtype": "float32", "dtype": "bfloat16"},
             "parameters are used as they are kept, or lower",
