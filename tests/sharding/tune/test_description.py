@@ -264,3 +264,20 @@ def test_a_list_of_the_numbers_of_blocks_makes_no_kinds():
     model = language_model("Llama4TextConfig", num_hidden_layers=4, **sizes)
     assert model.config.moe_layers == [0, 1, 2, 3]
     assert Description(model, tiny.ids()).kinds == 2  # rotated positions, and none in the last
+
+
+def test_sequence_parallelism_of_a_plan_that_gathers_packed_projections():
+    """Phi-3's o_proj and down_proj are "rowwise_split_input": their sums are split, too."""
+    config = tiny.transformers.Phi3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, pad_token_id=0,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = tiny.transformers.AutoModelForCausalLM.from_config(config)
+    described = Description(model, tiny.ids())
+    assert described.why_not_tp(2, True) is None
+    split, whole = described.costs(2, True), described.costs(2)
+    assert split.stream == whole.stream / 2
+    assert split.block.saved < whole.block.saved
+    assert split.block.forward.communication["reduce_scatter"][0] == 2
+    assert "all_reduce" not in split.block.forward.communication
