@@ -12,6 +12,7 @@ from torch import nn
 import shardmesh as sm
 from shardmesh.sharding.tune.description import Description, stage_layers
 from shardmesh.sharding.tune.form import Form, why_not
+from shardmesh.sharding.tune.repeated import shorten
 from shardmesh.sharding.tune.step_time import model_flops
 from tests.sharding.tune import tiny
 
@@ -281,3 +282,15 @@ def test_sequence_parallelism_of_a_plan_that_gathers_packed_projections():
     assert split.block.saved < whole.block.saved
     assert split.block.forward.communication["reduce_scatter"][0] == 2
     assert "all_reduce" not in split.block.forward.communication
+
+
+def test_a_short_copy_shares_its_configuration_with_its_blocks():
+    """Experts read there which function computes them, which a program sets on the model."""
+    model = language_model("MixtralConfig", num_local_experts=4)
+    short = shorten(model, {"model.layers": [0, 1]})
+    configs = [inner.config for inner in short.modules() if hasattr(inner, "config")]
+    assert any("Experts" in type(inner).__name__ for inner in short.modules())
+    assert all(config is short.config for config in configs)
+    assert short.config is not model.config
+    blocks = short.model.layers
+    assert blocks[0].mlp.gate.weight is not blocks[1].mlp.gate.weight
