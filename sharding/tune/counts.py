@@ -286,7 +286,7 @@ class OperatorCounts(TorchDispatchMode):
     def progress(self) -> Progress:
         """Return what has run so far in this phase."""
         phase = self.phase
-        communication = _by_op(self.report)
+        communication = by_op(self.report)
         return Progress(
             len(self.tape.operations), phase.attention, phase.whole_attention, communication
         )
@@ -308,10 +308,11 @@ class OperatorCounts(TorchDispatchMode):
 
     def add_communication(self, report: CommReport) -> None:
         """Add the collectives of a report to the phase."""
-        self.phase = self.phase.plus(Phase(communication=_by_op(report)))
+        self.phase = self.phase.plus(Phase(communication=by_op(report)))
 
 
-def _by_op(report: CommReport) -> dict[str, tuple[float, float]]:
+def by_op(report: CommReport) -> dict[str, tuple[float, float]]:
+    """Return the communication of a `Phase`."""
     return {op: (float(n), float(size)) for op, (n, size) in report.by_op.items()}
 
 

@@ -31,7 +31,7 @@ from ..parallel.experts.transformers_experts import why_not_moe
 from ..parallel.tensor.plan import parallelize
 from ..tensor.sharded_tensor import ShardedTensor
 from ..trees import map_tensors, tensors_in
-from .counts import CountedWithoutValues, OperatorCounts, Phase, Progress
+from .counts import CountedWithoutValues, OperatorCounts, Phase, Progress, by_op
 from .plans import own_plan, plan_of_copy, sequence_plan, styles_of
 from .repeated import kinds_of, shorten
 from .variants import backward_transient, compile_tape, eager, fused, received_in_block, select
@@ -109,6 +109,7 @@ class ModelCosts:
         block: a block, on average.
         kinds: a block of each kind.
         edges: what is outside of the blocks, with the loss.
+        before: of its communication, that of forward before the blocks, and of backward after them.
         first: parameters outside of blocks that are used before them, such as an embedding.
         tied: whether a parameter is used on both sides.
         stream: bytes of the input of a block.
@@ -121,6 +122,7 @@ class ModelCosts:
     block: Costs
     kinds: tuple[Costs, ...]
     edges: Costs
+    before: tuple[Phase, Phase]
     first: float
     tied: bool
     stream: float
@@ -360,6 +362,7 @@ class Description:
             average,
             tuple(costs_of_kinds),
             edges,
+            one.before,
             one.first,
             one.tied,
             one.stream,
@@ -424,6 +427,7 @@ class Description:
 @dataclass(frozen=True)
 class _Run:
     costs: Costs
+    before: tuple[Phase, Phase]
     first: float
     tied: bool
     stream: float
@@ -447,8 +451,11 @@ def _run_once(model: nn.Module, batch: Any, loss: Loss, blocks: str, *, is_compi
         forward, counts.phase = counts.phase, Phase()
         forward_operations, counts.tape.operations = counts.tape.operations, []
         with counts, comm_report() as report:
+            counts.report = report
             value.backward()
         counts.add_communication(report)
+    # of backward what is left when it leaves the blocks
+    before = places.before_blocks, Phase(communication=by_op(report)).plus(places.to_blocks, -1)
     tape, backward, saved = counts.tape, counts.phase, counts.saved
     selective = select(forward_operations)
     kernels_of = partial(fused, tape) if is_compiled else eager
@@ -485,6 +492,7 @@ def _run_once(model: nn.Module, batch: Any, loss: Loss, blocks: str, *, is_compi
     )
     return _Run(
         costs,
+        before,
         places.first_parameters(),
         places.is_tied(),
         places.stream,
@@ -573,6 +581,8 @@ class _Places:
         stream: bytes of the tensors that the first block is called with.
         dispatched: bytes of the rows that go to experts.
         begin: index of a block -> where forward stood when it began.
+        before_blocks: the communication of forward before them.
+        to_blocks: that of backward until the gradient of what the first block is called with.
     """
 
     def __init__(self, model: nn.Module, blocks: str, counts: OperatorCounts) -> None:
@@ -584,6 +594,7 @@ class _Places:
         self._handles: list[Any] = []
         self.stream = self.dispatched = 0.0
         self.begin: dict[int, Progress] = {}
+        self.before_blocks = self.to_blocks = Phase()
 
     def __enter__(self) -> None:
         first_block = next(self._blocks.children())
@@ -617,6 +628,16 @@ class _Places:
         if not streams:
             streams = [x for x in kwargs.values() if isinstance(x, Tensor)][:1]
         self.stream = sum(_local_numel(x) * x.element_size() for x in streams)
+        self.before_blocks = self._communication()
+        for x in streams:
+            if x.requires_grad:
+                x.register_hook(self._on_gradient)
+
+    def _on_gradient(self, grad: Tensor) -> None:
+        self.to_blocks = self._communication()
+
+    def _communication(self) -> Phase:
+        return Phase(communication=by_op(self._counts.report))
 
     def _enter(self, index: int, module: nn.Module, args: Any) -> None:
         self._counts.block = index

@@ -143,12 +143,17 @@ class _Pass:
 
 @dataclass(frozen=True)
 class _Units:
-    """A block and the edges, forward and backward."""
+    """A block, and what is before and after the blocks, forward and backward.
+
+    Of what is before them that is communication: an embedding computes next to nothing.
+    """
 
     block_forward: _Pass
     block_backward: _Pass
-    edge_forward: _Pass
-    edge_backward: _Pass
+    first_forward: _Pass
+    first_backward: _Pass
+    last_forward: _Pass
+    last_backward: _Pass
 
 
 @dataclass(frozen=True)
@@ -260,10 +265,13 @@ class StepTimes:
             edge = _Elements(split.parameters[stage] - count * block)
             edge_gather, edge_reduction = sharing.gather(edge), sharing.reduction(edge)
             shard_forward = (count - 1) * exposed_forward + block_gather
+            if stage == 0:
+                forward += units.first_forward.seconds
+                backward += units.first_backward.seconds
             if stage == last:
-                forward += units.edge_forward.seconds
-                backward += units.edge_backward.seconds
-                edge_reduction = self._beside(units.edge_backward.seconds, edge_reduction)
+                forward += units.last_forward.seconds
+                backward += units.last_backward.seconds
+                edge_reduction = self._beside(units.last_backward.seconds, edge_reduction)
             shard_backward = (count - 1) * exposed_backward + block_reduction + edge_reduction
             passing = prices.device.message * messages[stage]
             splitting = 0.0
@@ -288,8 +296,10 @@ class StepTimes:
         blocks = sum(split.layers[stage] for stage in own)
         total = units.block_forward.plus(units.block_backward)
         total = _Pass().plus(total, blocks * m)
+        if 0 in own:
+            total = total.plus(units.first_forward, m).plus(units.first_backward, m)
         if last in own:
-            total = total.plus(units.edge_forward, m).plus(units.edge_backward, m)
+            total = total.plus(units.last_forward, m).plus(units.last_backward, m)
         held = sum(split.parameters[stage] for stage in own)
         # Of parameters in use. Blocks are gathered once more for backward; the outermost unit is
         # not freed until then, by zb_h1 at the backward for inputs, so that forwards before the
@@ -440,13 +450,20 @@ class StepTimes:
                 # what ring attention computes may be saved; keys and values go round again
                 again = self._pass(phase, costs.block, form, sends=1, launch=launch)
                 backward = backward.plus(again)
+            first_forward, first_backward = (
+                self._pass(phase, costs.edges, form, sends=0) for phase in costs.before
+            )
+            edge_forward = self._pass(costs.edges.forward, costs.edges, form, sends=1)
+            edge_backward = self._pass(
+                costs.edges.backward, costs.edges, form, sends=in_backward, is_backward=True
+            )
             units = _Units(
                 forward,
                 backward,
-                self._pass(costs.edges.forward, costs.edges, form, sends=1),
-                self._pass(
-                    costs.edges.backward, costs.edges, form, sends=in_backward, is_backward=True
-                ),
+                first_forward,
+                first_backward,
+                edge_forward.plus(first_forward, -1),
+                edge_backward.plus(first_backward, -1),
             )
             self._units[key] = units
         return units

@@ -198,6 +198,38 @@ def test_bytes_of_the_last_rank_of_a_pipeline(schedule, described, folder):
         assert time.launches["fsdp"] == launches
 
 
+@pytest.mark.parametrize("sequence_parallel", [True, slow(False)])
+def test_bytes_over_tp_of_each_rank_of_a_pipeline(sequence_parallel, described, folder):
+    """The first has those of the embedding, the last those of the head and the loss."""
+    form = Form(
+        pp=2, tp=2, sequence_parallel=sequence_parallel, rows=4, microbatches=4, schedule="1f1b"
+    )
+    names, begins = program(form, described, folder), {}
+    rows_of = names["rows_of"]
+
+    def begin(step: int, mesh: Any) -> Any:
+        if step == 1:
+            report = comm_report()
+            begins[sm.process_index()] = report, report.__enter__()
+        return rows_of(step, mesh)
+
+    def over_tp() -> tuple[int, int]:
+        names["main"](device="cpu", steps=2)
+        report, counts = begins[sm.process_index()]
+        report.__exit__(None, None, None)
+        uses = [use for source, use in counts.by_source.items() if source.axis.endswith("tp")]
+        return sum(size for _, size in uses), sum(count for count, _ in uses)
+
+    names["rows_of"] = begin
+    by_rank = sm.simulate(form.devices)(over_tp)()
+    times = StepTimes(described, Prices(H100, H100.topology(8), 8))
+    for rank in range(form.pp):
+        time = times.of(form, rank=rank)
+        size, launches = by_rank[rank * form.tp]
+        assert time.moved["tp"] == pytest.approx(size, rel=BYTES)
+        assert time.launches["tp"] == pytest.approx(launches, rel=TP_LAUNCHES)
+
+
 def test_time_of_gathers_of_the_edges(described):
     """With gpipe all forwards come before the first backward, and gather the embedding once."""
     times = StepTimes(described, Prices(H100, H100.topology(8), 8))
