@@ -23,6 +23,7 @@ from .tune import tune
 EXAMPLE = "  python -m shardmesh tune llama/config.json --devices 1024 --node 8 --device h100\n"
 _TRUTH = {"true": True, "false": False}
 _MOST_POSITIONS = 8192  # of a step, unless --seq says otherwise
+_NAMES_OF_POSITIONS = ("max_position_embeddings", "max_seq_len")  # the second one is MPT's
 
 
 def add_to(commands: Any) -> None:
@@ -134,8 +135,7 @@ def _load(
     path = Path(what)
     if path.exists() or what.endswith(".json"):
         model = _hugging_face(path)
-        most = getattr(model.config, "max_position_embeddings", None) or _MOST_POSITIONS
-        length = positions or min(most, _MOST_POSITIONS)
+        length = positions or _most_positions(model.config)
         batch = torch.empty(rows or devices, length, dtype=torch.int64, device="meta")
         return model, batch, hugging_face_build(str(path))
     module, colon, function = what.partition(":")
@@ -159,6 +159,12 @@ def _load(
             f"{what} returned {type(result).__name__}; it returns a model on meta and a batch"
         )
     return *result, function_build(what)
+
+
+def _most_positions(config: Any) -> int:
+    """Return the most positions of a row that a configuration allows, up to 8192."""
+    most = (getattr(config, name, None) for name in _NAMES_OF_POSITIONS)
+    return min([_MOST_POSITIONS, *(n for n in most if n)])
 
 
 def _hugging_face(path: Path) -> Any:

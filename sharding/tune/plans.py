@@ -26,7 +26,7 @@ STYLES: dict[str, Any] = {
     "[sequence_parallel(1), prepare_outputs(P())]": [sequence_parallel(1), prepare_outputs(P())],
 }
 _SPLIT_LOGITS = ("colwise_gather_output", "colwise_rep")
-_SUMMED = ("rowwise", "embedding_rowwise")
+_SUMMED = ("rowwise", "rowwise_split_input", "rowwise_rep", "embedding_rowwise")
 
 
 def own_plan(model: nn.Module) -> dict[str, str]:

@@ -97,14 +97,22 @@ def _lists_by_layer(model: nn.Module, count: int) -> dict[str, Sequence[Any]]:
 def shorten(model: nn.Module, blocks: Mapping[str, Sequence[int]]) -> nn.Module:
     """Return a copy of a model with copies of some of its blocks.
 
+    A configuration that blocks share with the model is shared by the copies, too: forwards read it,
+    such as for the function that computes experts.
+
     Args:
         model: the model.
         blocks: path of a list of blocks -> the indices of those of the copy.
     """
     memo: dict[int, Any] = {}
+    for inner in model.modules():
+        copy.deepcopy(getattr(inner, "config", None), memo)
+    configurations = dict(memo)
     for path, indices in blocks.items():
         whole: Any = model.get_submodule(path)
-        chosen = nn.ModuleList(copy.deepcopy(whole[index]) for index in indices)
+        chosen = nn.ModuleList(
+            copy.deepcopy(whole[index], dict(configurations)) for index in indices
+        )
         memo[id(whole)] = nn.Sequential(*chosen) if isinstance(whole, nn.Sequential) else chosen
     short = copy.deepcopy(model, memo)
     config: Any = getattr(short, "config", None)

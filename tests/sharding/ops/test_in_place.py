@@ -122,3 +122,19 @@ def test_writing_to_a_pending_tensor_is_correct_or_raises(write, kind):
         torch.testing.assert_close(x.full_tensor(), expected, rtol=1e-12, atol=1e-12)
 
     on_mesh((2,), program)
+
+
+@pytest.mark.parametrize("spec", [P(), P("a")], ids=["whole", "split"])
+def test_copy_of_a_plain_tensor_on_a_rank_outside_the_mesh(spec):
+    def program(mesh):
+        here = sm.DeviceMesh("cpu", [0, 1], axis_names=("a",))
+        t = sm.zeros(5, 3, dtype=X.dtype, placements=spec, device_mesh=here)
+        t.copy_(X)
+        t.copy_(X[0])  # broadcast
+        t.copy_(X)
+        return t.to_local().clone() if here.coordinate is None else t.full_tensor()
+
+    first, second, outside = on_mesh((3,), program)
+    assert torch.equal(first, X)
+    assert torch.equal(second, X)
+    assert outside.numel() == 0

@@ -12,6 +12,7 @@ from torch import nn
 import shardmesh as sm
 from shardmesh.sharding.tune.description import Description, stage_layers
 from shardmesh.sharding.tune.form import Form, why_not
+from shardmesh.sharding.tune.repeated import shorten
 from shardmesh.sharding.tune.step_time import model_flops
 from tests.sharding.tune import tiny
 
@@ -273,3 +274,32 @@ def test_a_list_of_the_numbers_of_blocks_makes_no_kinds():
     model = language_model("Llama4TextConfig", num_hidden_layers=4, **sizes)
     assert model.config.moe_layers == [0, 1, 2, 3]
     assert Description(model, tiny.ids()).kinds == 2  # rotated positions, and none in the last
+
+
+def test_sequence_parallelism_of_a_plan_that_gathers_packed_projections():
+    """Phi-3's o_proj and down_proj are "rowwise_split_input": their sums are split, too."""
+    config = tiny.transformers.Phi3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, pad_token_id=0,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = tiny.transformers.AutoModelForCausalLM.from_config(config)
+    described = Description(model, tiny.ids())
+    assert described.why_not_tp(2, True) is None
+    split, whole = described.costs(2, True), described.costs(2)
+    assert split.stream == whole.stream / 2
+    assert split.block.saved < whole.block.saved
+    assert split.block.forward.communication["reduce_scatter"][0] == 2
+    assert "all_reduce" not in split.block.forward.communication
+
+
+def test_a_short_copy_shares_its_configuration_with_its_blocks():
+    """Experts read there which function computes them, which a program sets on the model."""
+    model = language_model("MixtralConfig", num_local_experts=4)
+    short = shorten(model, {"model.layers": [0, 1]})
+    configs = [inner.config for inner in short.modules() if hasattr(inner, "config")]
+    assert any("Experts" in type(inner).__name__ for inner in short.modules())
+    assert all(config is short.config for config in configs)
+    assert short.config is not model.config
+    blocks = short.model.layers
+    assert blocks[0].mlp.gate.weight is not blocks[1].mlp.gate.weight

@@ -17,6 +17,7 @@ from shardmesh.__main__ import main
 from shardmesh.mesh.topology import Link, Topology
 from shardmesh.sharding.parallel.pipeline.make_schedule import make_schedule
 from shardmesh.sharding.tune import step_time
+from shardmesh.sharding.tune.command import _load
 from shardmesh.sharding.tune.counts import OperatorCounts
 from shardmesh.sharding.tune.description import Description
 from shardmesh.sharding.tune.devices import device_of
@@ -386,6 +387,15 @@ def test_command(tmp_path, capsys):
     near = ["--from", "tp=2,rows=4", "--program", "torchtitan"]
     assert main(["tune", str(path), *options, *near]) == 0
     assert "--parallelism.tensor_parallel_degree 2" in capsys.readouterr().out
+
+
+def test_positions_of_a_configuration_that_names_them_otherwise(tmp_path):
+    config = tiny.transformers.MptConfig(
+        vocab_size=64, d_model=32, n_heads=4, n_layers=2, max_seq_len=24
+    )
+    config.save_pretrained(tmp_path)
+    _, batch, _ = _load(str(tmp_path), None, None, 2)
+    assert batch.shape == (2, 24)
 
 
 class Plain(torch.nn.Module):

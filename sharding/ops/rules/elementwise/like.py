@@ -149,7 +149,9 @@ def _copy_(x: Any, src: Any, non_blocking: bool = False) -> Any:
     if (written := write_through(torch.Tensor.copy_, x, src)) is not NotImplemented:
         return written
     if not isinstance(src, ShardedTensor):
-        src = ShardedTensor._make(src.to(x.device), Layout.of(x.mesh, None, src.shape, src.dtype))
+        layout = Layout.of(x.mesh, None, src.shape, src.dtype)
+        part = src if x.mesh.coordinate is not None else src.new_empty(layout.local_shape)
+        src = ShardedTensor._make(part.to(x.device), layout)
     if src.mesh != x.mesh:
         mesh_name, source_mesh_name = distinct_mesh_names(x.mesh, src.mesh)
         raise ValueError(
