@@ -479,8 +479,8 @@ def parse_mesh(text: str) -> AbstractMesh:
     axes = [part.partition("=") for part in text.split(",")]
     if not all(name.strip() and (whole_number(size.strip()) or 0) > 0 for name, _, size in axes):
         raise ValueError(
-            f"{shortened(text)!r} is not a mesh; write its axes with positive sizes, major to minor, "
-            "as in dp=2,tp=4"
+            f"{shortened(text)!r} is not a mesh; write its axes with positive sizes, major to "
+            "minor, as in dp=2,tp=4"
         )
     return AbstractMesh([int(size) for _, _, size in axes], [name.strip() for name, _, _ in axes])
 

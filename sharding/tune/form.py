@@ -216,14 +216,14 @@ def check_field(name: str, value: Any) -> None:
 def why_not(form: Form, model: Description) -> str | None:
     """Return why a model cannot take a form, in words; None if it can."""
     if form.tp > 1:
-        if not model.plan:
-            return f"tp={form.tp}: the model has no plan of tensor parallelism, nor is one proposed"
         for name, count in (
             ("attention heads", model.heads),
             ("key/value heads", model.key_value_heads),
         ):
             if isinstance(count, int) and count % form.tp:
                 return f"tp={form.tp} does not divide {count:,} {name}"
+        if not model.plan:
+            return f"tp={form.tp}: the model has no plan of tensor parallelism, nor is one proposed"
     if form.ep > 1:
         reason = _why_no_experts(form, model)
         if reason is not None:

@@ -30,8 +30,13 @@ _SUMMED = ("rowwise", "rowwise_split_input", "rowwise_rep", "embedding_rowwise")
 
 
 def own_plan(model: nn.Module) -> dict[str, str]:
-    """Return the model's own plan of strings, with logits that stay split; {} if it has none."""
+    """Return the model's own plan of strings, with logits that stay split; {} if it has none.
+
+    One that splits an embedding and a head alone, such as that of gpt-oss, counts as none.
+    """
     plan = dict(getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {})
+    if not any("*" in path for path in plan):
+        return {}
     return {path: "colwise()" if style in _SPLIT_LOGITS else style for path, style in plan.items()}
 
 

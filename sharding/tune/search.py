@@ -15,7 +15,7 @@ from .prices import Prices
 from .program_costs import Check
 from .step_time import StepTime, StepTimes
 
-_MOST_TP, _MOST_PP, _MOST_CP, _MOST_EP, _MOST_ROWS = 32, 64, 64, 64, 32
+MOST_TP, _MOST_PP, _MOST_CP, _MOST_EP, _MOST_ROWS = 32, 64, 64, 64, 32
 _FEWEST_POSITIONS = 1024  # on a rank of cp
 _SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb_h1", 1))
 FAMILIES = ("tp", "pp", "cp", "ep", "dp", "schedule", "recompute", "gather", "zero")
@@ -89,7 +89,7 @@ def forms(
     divisors = [n for n in range(1, devices + 1) if devices % n == 0]
     dtypes = {name: fixed[name] for name in DTYPES if name in fixed}
     for tp, pp, cp in product(divisors, divisors, divisors):
-        limits = (("tp", tp, _MOST_TP), ("pp", pp, _MOST_PP), ("cp", cp, _MOST_CP))
+        limits = (("tp", tp, MOST_TP), ("pp", pp, _MOST_PP), ("cp", cp, _MOST_CP))
         if devices % (tp * pp * cp) or any(
             size > most and name not in fixed for name, size, most in limits
         ):

@@ -20,7 +20,7 @@ from .plans import own_plan
 from .prices import Prices
 from .program import PLACEHOLDER, hugging_face_build
 from .propose import propose_plan
-from .search import Candidate, Search, reasons, search
+from .search import MOST_TP, Candidate, Search, reasons, search
 from .step_time import StepTime, StepTimes
 from .tuning import Tuning
 
@@ -167,12 +167,15 @@ def tune(
 def _proposed(model: nn.Module, batch: Any, loss: Loss | None) -> Mapping[str, Any]:
     """Return a plan for the smallest number of ranks that divides the heads; {} if there is none.
 
-    Its styles split layers among any number that does.
+    Its styles split layers among any number that does. Of a prime number of heads, such as the 71
+    of Falcon, there may be no number that is searched.
     """
     config = getattr(model, "config", None)
     heads = getattr(config, "num_attention_heads", None)
     count = heads if isinstance(heads, int) and heads > 1 else 2
     size = next(n for n in range(2, count + 1) if count % n == 0)
+    if size > MOST_TP:
+        return {}
     try:
         row = map_tensors(lambda x: x[:1], (batch,))[0]
         return propose_plan(model, row, size, loss=loss)

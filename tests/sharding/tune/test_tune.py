@@ -22,6 +22,7 @@ from shardmesh.sharding.tune.counts import OperatorCounts
 from shardmesh.sharding.tune.description import Description
 from shardmesh.sharding.tune.devices import device_of
 from shardmesh.sharding.tune.form import Form, Group
+from shardmesh.sharding.tune.plans import own_plan
 from shardmesh.sharding.tune.prices import Prices
 from shardmesh.sharding.tune.search import is_neighbour
 from shardmesh.sharding.tune.step_time import StepTime, StepTimes
@@ -74,6 +75,28 @@ def test_a_plan_is_proposed_for_a_model_without_one():
     assert "propose_plan" not in str(by_hand)
     whole = tune(model, tiny.ids(8, 64), devices=4, fix={"tp": 1})
     assert whole.model.plan == {}
+
+
+def test_a_plan_without_blocks_counts_as_none():
+    """That of gpt-oss has its embedding and its head alone."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+    config = transformers.GptOssConfig(num_hidden_layers=2, **sizes, **heads)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    assert model.tp_plan
+    assert own_plan(model) == {}
+
+
+def test_heads_that_no_tp_divides():
+    """The number of heads is the reason, not that there is no plan."""
+    config = transformers.GPT2Config(
+        n_layer=2, n_embd=74, n_head=37, vocab_size=64, bos_token_id=0, eos_token_id=0
+    )
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match="tp=2 does not divide 37 attention heads"):
+        tune(model, tiny.ids(), devices=2, fix={"tp": 2})
 
 
 def test_a_model_of_which_no_plan_is_found():
