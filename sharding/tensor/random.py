@@ -8,6 +8,8 @@ no effect on them.
 
 from __future__ import annotations
 
+import hashlib
+import struct
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -64,6 +66,39 @@ class RandomStream:
                 thread_context.last_draw
             )
         return thread_context.last_draw
+
+
+class TorchGenerators:
+    """The generators of torch for the CPU and for a device, seeded and restored together."""
+
+    def __init__(self, device: torch.device) -> None:
+        has_generator = device.type not in ("cpu", "meta")  # of its own
+        self._device_module = torch.get_device_module(device) if has_generator else None
+
+    def seed(self, seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
+        if self._device_module is not None:
+            self._device_module.manual_seed(seed)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Restore their states at the end of the block."""
+        state, device_state = torch.default_generator.get_state(), None
+        if self._device_module is not None:
+            device_state = self._device_module.get_rng_state()
+        try:
+            yield
+        finally:
+            torch.default_generator.set_state(state)
+            if self._device_module is not None:
+                self._device_module.set_rng_state(device_state)
+
+
+def hash_numbers(*numbers: int) -> int:
+    """Return a 63-bit hash of numbers."""
+    packed = struct.pack(f"<{len(numbers)}Q", *(number & _MASK for number in numbers))
+    digest = hashlib.blake2b(packed, digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def manual_seed(seed: int) -> None:

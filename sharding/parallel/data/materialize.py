@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ....mesh.comm.current_world import current_world
 from ....mesh.device_mesh import DeviceMesh
 from ...layout.layout import Layout
 from ...layout.spec import P
+from ...tensor.random import RandomStream, TorchGenerators, hash_numbers
 from ...tensor.sharded_tensor import ShardedTensor
 from ..replaced import mark_replaced
 from .unit import Unit, units_in
@@ -31,7 +33,8 @@ def materialize(module: nn.Module, init: Callable[[nn.Module], object] | None = 
     Each module that owns tensors on "meta" is initialised by its `reset_parameters()`, inner
     modules first, as in construction; within a Hugging Face model by the model's
     `_init_weights(module)`, which also computes buffers such as `inv_freq`. Random numbers are
-    those of `manual_seed` and do not depend on the mesh.
+    those of `manual_seed` and do not depend on the mesh; torch's generators, of which plain tensors
+    in initialisers are drawn, are seeded by them, and are afterwards as before.
 
     Args:
         module: after `fully_shard` or `parallelize`; make the optimizer after this call, which
@@ -82,12 +85,16 @@ def write_initial_values(
         if any(_is_meta(x) for x in _tensors(inner))
     }
     steps = _steps(module, owners, init)
-    with torch.no_grad():
+    generators = TorchGenerators(torch.device(mesh.device_type))
+    stream = current_world().state(RandomStream)
+    with torch.no_grad(), generators.restored():
         memory = _Memory(mesh, units)
         for inner in owners.values():
             memory.allocate(inner)
         before = {name: _versions(inner) for name, inner in owners.items()}
-        for initialise, inner in steps:
+        for number, (initialise, inner) in enumerate(steps):
+            # for what is drawn as plain tensors, which are one value on all ranks
+            generators.seed(hash_numbers(stream.seed, stream.drawn, number))
             _initialise(initialise, inner)
         if init is None:
             _check_written(owners, before)

@@ -11,8 +11,6 @@ pipeline; ranks that are seeded alike stay alike.
 
 from __future__ import annotations
 
-import hashlib
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,7 +18,7 @@ import torch
 
 from ....mesh.comm.current_world import current_world
 from ....mesh.comm.thread_context import thread_context
-from ...tensor.random import RandomStream
+from ...tensor.random import RandomStream, TorchGenerators, hash_numbers
 
 _BEFORE_UNITS, _BEFORE_LOSS = -1, -2
 _UNSET_SEEDS = (
@@ -38,11 +36,10 @@ class StepRandom:
     """
 
     def __init__(self, device: torch.device) -> None:
-        has_generator = device.type not in ("cpu", "meta")  # of its own
-        self._device_module = torch.get_device_module(device) if has_generator else None
+        self._generators = TorchGenerators(device)
         self._stream = current_world().state(RandomStream)
         self._seed = int(torch.empty((), dtype=torch.int64).random_())
-        self._sharded_seed = _hash_numbers(self._stream.seed, self._stream.drawn)
+        self._sharded_seed = hash_numbers(self._stream.seed, self._stream.drawn)
         self._stream.drawn += 1
         self._microbatch = 0
 
@@ -51,19 +48,13 @@ class StepRandom:
         """Seed for the forward of a stage for a microbatch; afterwards all is as before."""
         stream = self._stream
         sharded = stream.seed, stream.drawn
-        state = torch.default_generator.get_state()
-        device_state = None
-        if self._device_module is not None:
-            device_state = self._device_module.get_rng_state()
         self._microbatch = number
-        self._seed_for(_BEFORE_UNITS)
-        try:
-            yield
-        finally:
-            stream.seed, stream.drawn = sharded
-            torch.default_generator.set_state(state)
-            if self._device_module is not None:
-                self._device_module.set_rng_state(device_state)
+        with self._generators.restored():
+            self._seed_for(_BEFORE_UNITS)
+            try:
+                yield
+            finally:
+                stream.seed, stream.drawn = sharded
 
     def after_unit(self, number: int) -> None:
         """Seed for what follows a call of a unit, by the number of the call."""
@@ -76,11 +67,8 @@ class StepRandom:
         self._seed_for(_BEFORE_LOSS)
 
     def _seed_for(self, number: int) -> None:
-        seed = _hash_numbers(self._seed, self._microbatch, number)
-        torch.default_generator.manual_seed(seed)
-        if self._device_module is not None:
-            self._device_module.manual_seed(seed)
-        self._stream.seed = _hash_numbers(self._sharded_seed, self._microbatch, number)
+        self._generators.seed(hash_numbers(self._seed, self._microbatch, number))
+        self._stream.seed = hash_numbers(self._sharded_seed, self._microbatch, number)
         self._stream.drawn = 0
 
 
@@ -108,10 +96,3 @@ def restored_in_recordings() -> Iterator[None]:
         torch.default_generator.set_state(state)
         if device_state is not None:
             torch.cuda.set_rng_state(device_state)
-
-
-def _hash_numbers(*numbers: int) -> int:
-    """Return a 63-bit hash of numbers."""
-    packed = struct.pack(f"<{len(numbers)}Q", *(number & (1 << 64) - 1 for number in numbers))
-    digest = hashlib.blake2b(packed, digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

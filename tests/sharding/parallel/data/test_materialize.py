@@ -55,6 +55,48 @@ def _values(shape, form):
     return on_ranks(shape, program)
 
 
+class _PlainDraws(nn.Module):
+    """Draws its values as a plain tensor, as models with decay rates do."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(8))
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        with torch.no_grad():
+            self.weight.copy_(torch.empty(8).uniform_(1, 16).log_())
+
+
+def test_plain_draws_are_the_same_on_ranks_that_torch_seeds_differently():
+    def drawn(of_torch, seed, place):
+        def program(mesh):
+            sm.random.manual_seed(seed)
+            with torch.device("meta"):
+                made = nn.Sequential(_PlainDraws(), _PlainDraws())
+            torch.manual_seed(of_torch)
+            materialize(place(made, mesh))
+            assert torch.equal(torch.rand(3), torch.rand(3, generator=generator(of_torch)))
+            return values(made)
+
+        return on_ranks((1,), program)[0]
+
+    def generator(seed):
+        return torch.Generator().manual_seed(seed)
+
+    def whole(module, mesh):
+        return parallelize(module, mesh, {})
+
+    def in_units(module, mesh):
+        return fully_shard(module, mesh, units=_PlainDraws)
+
+    first = drawn(1, 3, whole)
+    assert not torch.equal(first["0.weight"], first["1.weight"])
+    for other in (drawn(2, 3, whole), drawn(2, 3, in_units)):
+        assert all(torch.equal(first[name], other[name]) for name in first)
+    assert not torch.equal(first["0.weight"], drawn(1, 4, whole)["0.weight"])
+
+
 def test_values_are_the_same_on_every_mesh():
     expected = _values((1,), "ddp")[0]
     assert expected["blocks.0.a.weight"].std() > 0.1
