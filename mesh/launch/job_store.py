@@ -299,11 +299,11 @@ def _store_of_another(address: Address) -> Store | None:
     try:
         store = _create_store(address, False, _OTHERS_ANSWER_S)
         deadline = time.monotonic() + _OTHERS_ANSWER_S
-        while not (is_ours := store.check(["shardmesh/start/job"])):
+        while not store.check(["shardmesh/start/job"]):
             if time.monotonic() > deadline:
-                break
+                return None
             time.sleep(_PAUSE_S)
-        return store if is_ours else None
+        return store
     except (dist.DistError, errors.LaunchEnvironmentError):
         return None
 

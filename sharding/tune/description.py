@@ -262,15 +262,15 @@ class Description:
 
     def computing_in(self, dtype: str) -> Description:
         """Return the description of the same model that computes in "bfloat16" or "float32"."""
-        wanted: torch.dtype = getattr(torch, dtype)
-        if wanted is self.dtype:
+        torch_dtype: torch.dtype = getattr(torch, dtype)
+        if torch_dtype is self.dtype:
             return self
-        other = self._others.get(wanted)
+        other = self._others.get(torch_dtype)
         if other is None:
             other = copy.copy(self)
             others: dict[torch.dtype, Description] = {self.dtype: self}
-            self._others[wanted] = other
-            other.dtype, other._others = wanted, others
+            self._others[torch_dtype] = other
+            other.dtype, other._others = torch_dtype, others
             other._costs, other._stages, other._why_not_tp = {}, {}, {}
         return other
 

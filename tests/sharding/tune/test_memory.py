@@ -166,11 +166,9 @@ def collectives(report: CommReport) -> dict[str, int]:
     return launches
 
 
-@pytest.mark.parametrize("schedule", [slow("1f1b"), "zb_h1"])
-def test_bytes_of_the_last_rank_of_a_pipeline(schedule, described, folder):
-    """It runs one forward before its first backward, which frees the gathered parameters."""
-    form = Form(pp=2, fsdp=2, rows=2, microbatches=4, schedule=schedule)
-    names, begins = program(form, described, folder), {}
+def reports_of_ranks(form: Form, model: Description, folder: str) -> list[CommReport]:
+    """Return what each of simulated ranks communicates in the program's second step."""
+    names, begins = program(form, model, folder), {}
     rows_of = names["rows_of"]
 
     def begin(step: int, mesh: Any) -> Any:
@@ -179,23 +177,28 @@ def test_bytes_of_the_last_rank_of_a_pipeline(schedule, described, folder):
             begins[sm.process_index()] = report, report.__enter__()
         return rows_of(step, mesh)
 
-    def received() -> tuple[int, int]:
+    def rank() -> CommReport:
         names["main"](device="cpu", steps=2)
         report, counts = begins[sm.process_index()]
         report.__exit__(None, None, None)
-        return (
-            sum(size for source, (_, size) in counts.by_source.items() if source.axis == "fsdp"),
-            collectives(counts)["fsdp"],
-        )
+        return counts
 
     names["rows_of"] = begin
-    by_rank = sm.simulate(form.devices)(received)()
+    return sm.simulate(form.devices)(rank)()
+
+
+@pytest.mark.parametrize("schedule", [slow("1f1b"), "zb_h1"])
+def test_bytes_of_the_last_rank_of_a_pipeline(schedule, described, folder):
+    """It runs one forward before its first backward, which frees the gathered parameters."""
+    form = Form(pp=2, fsdp=2, rows=2, microbatches=4, schedule=schedule)
+    reports = reports_of_ranks(form, described, folder)
     times = StepTimes(described, Prices(H100, H100.topology(8), 8))
     for rank in range(form.pp):
         time = times.of(form, rank=rank)
-        size, launches = by_rank[rank * form.fsdp]
+        report = reports[rank * form.fsdp]
+        size = sum(n for source, (_, n) in report.by_source.items() if source.axis == "fsdp")
         assert time.moved["fsdp"] == pytest.approx(size, rel=BYTES)
-        assert time.launches["fsdp"] == launches
+        assert time.launches["fsdp"] == collectives(report)["fsdp"]
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, slow(False)])
@@ -204,28 +207,13 @@ def test_bytes_over_tp_of_each_rank_of_a_pipeline(sequence_parallel, described, 
     form = Form(
         pp=2, tp=2, sequence_parallel=sequence_parallel, rows=4, microbatches=4, schedule="1f1b"
     )
-    names, begins = program(form, described, folder), {}
-    rows_of = names["rows_of"]
-
-    def begin(step: int, mesh: Any) -> Any:
-        if step == 1:
-            report = comm_report()
-            begins[sm.process_index()] = report, report.__enter__()
-        return rows_of(step, mesh)
-
-    def over_tp() -> tuple[int, int]:
-        names["main"](device="cpu", steps=2)
-        report, counts = begins[sm.process_index()]
-        report.__exit__(None, None, None)
-        uses = [use for source, use in counts.by_source.items() if source.axis.endswith("tp")]
-        return sum(size for _, size in uses), sum(count for count, _ in uses)
-
-    names["rows_of"] = begin
-    by_rank = sm.simulate(form.devices)(over_tp)()
+    reports = reports_of_ranks(form, described, folder)
     times = StepTimes(described, Prices(H100, H100.topology(8), 8))
     for rank in range(form.pp):
         time = times.of(form, rank=rank)
-        size, launches = by_rank[rank * form.tp]
+        by_source = reports[rank * form.tp].by_source
+        uses = [use for source, use in by_source.items() if source.axis.endswith("tp")]
+        launches, size = map(sum, zip(*uses, strict=True))
         assert time.moved["tp"] == pytest.approx(size, rel=BYTES)
         assert time.launches["tp"] == pytest.approx(launches, rel=TP_LAUNCHES)
 

@@ -157,13 +157,13 @@ def record(
         RuntimeError: the forward reads a value of a tensor outside of units; the text has the line.
     """
     devices = sorted((x.device for x in tensors_of((args, kwargs))), key=_is_meta)
-    given = devices[0] if devices else torch.device("cpu")
-    device = torch.device("cpu") if _is_meta(given) else given  # on which fake tensors can be
+    device = devices[0] if devices else torch.device("cpu")
+    fake_device = torch.device("cpu") if _is_meta(device) else device  # fake ones are on no meta
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fake_args, fake_kwargs = as_fake((args, kwargs), mode, device)
-    model = as_fake(skeleton, mode, device)
+    fake_args, fake_kwargs = as_fake((args, kwargs), mode, fake_device)
+    model = as_fake(skeleton, mode, fake_device)
     prepare(model)
-    recorder = Recorder(model, given, is_in_unit, count_flops)
+    recorder = Recorder(model, device, is_in_unit, count_flops)
     for module in model.modules():
         intercept_calls(module)
     has_cache = torch.is_autocast_cache_enabled()
