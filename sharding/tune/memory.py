@@ -94,10 +94,10 @@ def memory_of(form: Form, model: Description, rank: int) -> Memory:
     """Return what a rank of the pipeline holds at the peak of a step."""
     model = model.computing_in(form.param_dtype)
     kept, reduced = form.kept_bytes, form.reduced_bytes
-    costs = model.costs(form.tp, form.sequence_parallel, form.compiled)
+    costs = model.costs(form.tp, form.sequence_parallel, form.compiled, form.ep > 1)
     scale = form.rows / form.cp
     stages = stages_of_rank(form, rank)
-    split = model.stages(form.tp, form.sequence_parallel, form.pp * form.stages)
+    split = model.stages(form.tp, form.sequence_parallel, form.pp * form.stages, form.ep > 1)
     held = sum(split.parameters[stage] for stage in stages)
     blocks = sum(split.layers[stage] for stage in stages)
     edges = held - blocks * costs.block.parameters
@@ -126,7 +126,7 @@ def memory_of(form: Form, model: Description, rank: int) -> Memory:
     keeps = form.gather == "step" or form.zero < 3
     frees = not keeps and (shards > 1 or form.recompute != "none")
     in_use = edges if frees else used
-    if frees and form.fsdp > 1 and 1 < form.ep < model.experts:
+    if frees and form.fsdp > 1 and 1 < form.expert_ranks < model.experts:
         # gathered along another dim than that of experts, they are copies that last until backward
         in_use += blocks * block.experts / form.ep
     sums_whole = form.gather == "step" or (form.zero == 1 and form.microbatches > 1)

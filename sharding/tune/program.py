@@ -5,12 +5,9 @@ from __future__ import annotations
 import math
 from itertools import accumulate
 
-from ..layout.spec import P
 from .description import Description, stage_layers, takes_use_cache
 from .form import AXES, Form
 from .plans import plan_text, style_text
-
-_SPLIT = P("ep")  # of stacks of matrices
 
 PLACEHOLDER = "PATH/TO/MODEL"  # in programs for a model of which no one said where it is
 
@@ -44,12 +41,11 @@ def program_text(form: Form, model: Description, build: str, node: int) -> str:
     data = [axis for axis in ("dp", "fsdp", "ep") if axis in axes]
     shards = [axis for axis in ("fsdp", "cp", "ep") if axis in axes]
     has_pipeline = "pp" in axes
-    plan = model.plan_of(form.sequence_parallel) if form.tp > 1 else {}
     has_experts = form.ep > 1
+    experts_over = form.expert_axes or None
+    plan = model.plan_of(form.sequence_parallel, experts_over, has_tp=form.tp > 1)
     # experts that are not split compute each rank's own rows, those of the interface
     calls_moe = bool(model.experts) and model.odd_experts is None and form.devices > 1
-    if has_experts:
-        plan = dict.fromkeys(model.expert_weights, _SPLIT)
     names = ["MixedPrecisionPolicy"]
     names += ["context_parallel"] if form.cp > 1 else []
     names += ["balance_sequence"] if form.balanced else []
@@ -220,8 +216,8 @@ _BALANCED = [
 
 
 def _use_moe(form: Form) -> list[str]:
-    axis = '"ep"' if form.ep > 1 else "None"
-    return [f"    model.set_experts_implementation(register_moe({axis}))"]
+    axes = _tuple(list(form.expert_axes))
+    return [f"    model.set_experts_implementation(register_moe({axes}))"]
 
 
 def _split_experts(form: Form) -> list[str]:
@@ -414,7 +410,9 @@ def titan_text(form: Form, model: Description) -> str:
         "parallelism.pipeline_parallel_degree": form.pp,
     }
     if form.ep > 1:
-        flags["parallelism.expert_parallel_degree"] = form.ep
+        flags["parallelism.expert_parallel_degree"] = form.expert_ranks
+        if form.tp > 1:
+            flags["parallelism.expert_tensor_parallel_degree"] = 1
     if form.pp > 1:
         flags["parallelism.pipeline_parallel_schedule"] = _TITAN_SCHEDULES[
             form.schedule, form.stages

@@ -46,7 +46,7 @@ class StepTime:
     Attributes:
         matmul, attention, other: computation.
         tp: collectives over tp.
-        ep: rows of experts, out and back.
+        ep: rows of experts, out and back, over ep and tp.
         fsdp: gathers and reductions over the shards, as far as nothing hides them.
         cp: keys and values, likewise.
         dp: reductions over replicas, likewise.
@@ -240,9 +240,9 @@ class StepTimes:
             rank: of the pipeline; by default the busiest.
         """
         model, prices = self._model.computing_in(form.param_dtype), self._prices
-        costs = model.costs(form.tp, form.sequence_parallel, form.compiled)
+        costs = model.costs(form.tp, form.sequence_parallel, form.compiled, form.ep > 1)
         units = self._units_of(form)
-        split = model.stages(form.tp, form.sequence_parallel, form.pp * form.stages)
+        split = model.stages(form.tp, form.sequence_parallel, form.pp * form.stages, form.ep > 1)
         sharing = _Sharing(form, prices)
         replicas = form.group("dp", prices.node)
         dp_share = 2 * (replicas.size - 1) / replicas.size / form.shards  # of the held bytes
@@ -429,7 +429,7 @@ class StepTimes:
         units = self._units.get(key)
         if units is None:
             model = self._model.computing_in(form.param_dtype)
-            costs = model.costs(form.tp, form.sequence_parallel, form.compiled)
+            costs = model.costs(form.tp, form.sequence_parallel, form.compiled, form.ep > 1)
             in_backward = 1 + 4 / form.used_bytes  # gradients of keys and values in float32
             forward = self._pass(costs.block.forward, costs.block, form, sends=1)
             backward = self._pass(
@@ -473,7 +473,7 @@ class StepTimes:
     def _dispatch(self, costs: Costs, form: Form) -> tuple[_Pass, _Pass]:
         """Return the exchange of a microbatch's rows, out and back, and that of their counts."""
         prices, busiest = self._prices, self._model.imbalance
-        group = form.group("ep", prices.node)
+        group = form.group("experts", prices.node)
         rows = form.rows * costs.dispatched * (group.size - 1) / group.size
         counts = 8 * (self._model.experts + 1) * (group.size - 1)  # of the rows for each, int64
         exchange = _Pass(
@@ -532,7 +532,7 @@ class StepTimes:
             rows, launches, fixed = scale, 1.0, kernel.fixed
             if kernel.of_experts and form.ep > 1:
                 rows, fixed = scale * self._model.imbalance, fixed / form.ep
-                launches = self._model.experts / form.ep
+                launches = self._model.experts / form.expert_ranks
             moving = (kernel.moved * rows + fixed) / (device.bandwidth * device.traffic)
             computing = kernel.flops * rows / (peak * device.matmul)
             launching = launches * (device.launch if launch is None else launch)

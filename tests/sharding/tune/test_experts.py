@@ -152,7 +152,16 @@ def test_the_busiest_rank_decides():
     ("form", "message"),
     [
         (Form(ep=3), "ep=3 does not divide 4 experts"),
-        (Form(ep=2, tp=2), "ep=2 tp=2: ep is searched with tp=1 and cp=1"),
+        (Form(ep=2, cp=2), "ep=2 cp=2: ep is searched with cp=1"),
+        (Form(ep=4, tp=2), "ep=4 tp=2: 8 ranks do not divide 4 experts"),
+        (
+            Form(ep=2, tp=2, sequence_parallel=True, regather=True),
+            "ep=2: regather does not take the gather of experts' results",
+        ),
+        (
+            Form(fsdp=2, ep=2, tp=2, zero=2),
+            "ep=2 tp=2 fsdp=2 zero=2: 2 does not divide the 1 experts of a rank",
+        ),
         (
             Form(ep=2, recompute="selective"),
             "ep=2: selective recomputation does not take the exchange of rows",
@@ -282,6 +291,25 @@ FORMS = {
     "gpt-oss": ("gpt-oss", Form(fsdp=2, ep=2, rows=2)),
     "qwen2": ("qwen2", Form(ep=2, rows=4)),
     "deepseek": ("deepseek", Form(fsdp=2, ep=2, rows=2)),
+    "ep, tp": ("mixtral", Form(ep=2, tp=2, rows=4)),
+    "fsdp, ep, tp, sp": (
+        "mixtral",
+        Form(fsdp=2, ep=2, tp=2, sequence_parallel=True, rows=1, microbatches=2),
+    ),
+    "dp, ep, tp, recompute": ("mixtral", Form(dp=2, ep=2, tp=2, rows=2, recompute="full")),
+    "ep, tp, sp, zero 1": (
+        "mixtral",
+        Form(ep=2, tp=2, sequence_parallel=True, rows=2, microbatches=2, zero=1),
+    ),
+    "pp, ep, tp, sp": (
+        "mixtral",
+        Form(pp=2, ep=2, tp=2, sequence_parallel=True, rows=2, microbatches=2),
+    ),
+    "ep, tp, qwen2": ("qwen2", Form(ep=2, tp=2, rows=4)),
+    "fsdp, ep, tp, sp, deepseek": (
+        "deepseek",
+        Form(fsdp=2, ep=2, tp=2, sequence_parallel=True, rows=2),
+    ),
 }
 
 
@@ -312,7 +340,7 @@ def measured(form: Form, folder: Path) -> tuple[int, CommReport]:
         gathered = all_counts(counts, mesh, axes)
         return counts.expand_as(gathered).clone()
 
-    name = register_moe("ep")
+    name = register_moe(form.expert_axes)
     by_moe = ALL_EXPERTS_FUNCTIONS[name]
     names["register_moe"] = lambda axis: "in turn"
     ALL_EXPERTS_FUNCTIONS.register("in turn", in_turn)

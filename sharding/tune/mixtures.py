@@ -1,0 +1,60 @@
+"""Mixtures of experts of a model, and those of a rank that are counted next to an axis "tp"."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..layout.spec import P
+from ..ops.dispatch import wrap
+from ..parallel.experts.moe import token_cuts
+from ..parallel.redistribute_operands import redistribute_operands
+from ..tensor.autograd.local_part import known_local
+from ..tensor.sharded_tensor import local_of
+
+
+def mixtures(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield paths and modules whose parameters have a slice for each expert.
+
+    Those of transformers do: `num_experts`, and stacks of matrices of so many.
+    """
+    for path, inner in model.named_modules():
+        count = getattr(inner, "num_experts", None)
+        own = list(inner.parameters(recurse=False))
+        is_stack = all(x.ndim > 1 and x.shape[0] == count for x in own)
+        if isinstance(count, int) and is_stack and any(x.ndim == 3 for x in own):
+            yield path, inner
+
+
+class OwnRows(nn.Module):
+    """Experts that are split over an axis, with as many rows as this rank has of its own.
+
+    Rows that are whole along the axis are shared by its ranks, and results are gathered, as `moe`
+    does it. In between, where `moe` sends rows to the ranks of their experts, this rank's rows go
+    to its experts: on average a rank receives as many. No values decide how many they are, and
+    experts see plain tensors.
+
+    Args:
+        experts: stacks of matrices that are split along dim 0 over the axis, evenly. They are
+            replaced by this rank's.
+        axis: of the mesh.
+    """
+
+    def __init__(self, experts: Any, axis: str) -> None:
+        super().__init__()
+        for name, x in list(experts.named_parameters(recurse=False)):
+            experts.register_parameter(name, nn.Parameter(local_of(x).detach(), x.requires_grad))
+            experts.num_experts = len(local_of(x))
+        self.experts = experts
+        self._axis = axis
+
+    def forward(self, rows: Any, chosen: Any, weights: Any) -> Tensor:
+        """Apply the experts to rows [n d], of which each has some of them [n k]."""
+        cuts = [*token_cuts(rows._layout, (self._axis,)), ()]
+        split = [x._layout.replace(P.of_cuts(cuts, {})) for x in (rows, chosen, weights)]
+        parts = redistribute_operands((rows, chosen, weights), split)
+        result = wrap(self.experts(*map(known_local, parts)), split[0])
+        whole: Tensor = result.redistribute(P.of_cuts([*rows.spec.cuts[:-1], ()], {}))
+        return whole
