@@ -200,7 +200,7 @@ class _Step:
             units = [_Unit(f"of block {index}", shards, own, splits)]
             if has_experts:
                 name, axis = f"of experts of block {index}", _axes(form, ("fsdp",))
-                units.append(_Unit(name, axis, kind.experts / form.ep, (False,)))
+                units.append(_Unit(name, axis, kind.experts / form.ep, (form.tp > 1,)))
             blocks[index] = tuple(units)
         elements = 0.0
         root_splits: list[bool] = []
