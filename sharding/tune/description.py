@@ -366,6 +366,8 @@ class Description:
                 "keys and values are sent round for scaled_dot_product_attention, and blocks of "
                 "the model do not call it"
             )
+        if any(path.rsplit(".", 2)[0] == f"{self.blocks}.*" for path in self.expert_weights):
+            return "blocks call experts themselves, for which they would gather sequences"
         return None
 
     def stages(

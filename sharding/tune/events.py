@@ -199,7 +199,7 @@ class _Step:
             splits = self._order.blocks[model.block_like(index)].splits
             units = [_Unit(f"of block {index}", shards, own, splits)]
             if has_experts:
-                name, axis = f"of experts of block {index}", _axes(form, ("fsdp",))
+                name, axis = f"of experts of block {index}", _axes(form, ("fsdp", "cp"))
                 units.append(_Unit(name, axis, kind.experts / form.ep, (form.tp > 1,)))
             blocks[index] = tuple(units)
         elements = 0.0

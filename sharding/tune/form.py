@@ -45,7 +45,8 @@ class Form:
         cp: ranks that share each sequence, with ring attention.
         tp: ranks that share each matrix product.
         ep: ranks that have experts of their own, and rows of the batch of their own. Rows travel to
-            the ranks of their experts and back. Of experts only those of fsdp share parameters.
+            the ranks of their experts and back. Parameters of experts are shared by the ranks of
+            fsdp and cp alone.
             With tp > 1 experts are split over the ranks of both, which send a part of the rows
             each.
         sequence_parallel: activations between layers are split along the sequence over tp.
@@ -129,6 +130,11 @@ class Form:
         return axes if self.ep > 1 else ()
 
     @property
+    def expert_shards(self) -> int:
+        """The number of ranks that share a parameter of experts, if ep > 1."""
+        return self.fsdp * self.cp
+
+    @property
     def expert_ranks(self) -> int:
         """The number of ranks over which experts are split, and their rows travel; 1 if ep is."""
         return self.ep * self.tp if self.ep > 1 else 1
@@ -163,11 +169,10 @@ class Form:
     def group(self, axis: str, node: int) -> Group:
         """Return the group of an axis on nodes of so many devices.
 
-        "shards" is fsdp, cp and ep, and "experts" is ep and tp.
+        "shards" is fsdp, cp and ep, "expert_shards" fsdp and cp, "expert_ranks" ep and tp.
         """
-        sizes = {"shards": self.shards, "experts": self.expert_ranks}
-        size = sizes[axis] if axis in sizes else getattr(self, axis)
-        innermost = {"shards": "ep", "experts": "tp"}.get(axis, axis)
+        size: int = getattr(self, axis)
+        innermost = {"shards": "ep", "expert_shards": "cp", "expert_ranks": "tp"}.get(axis, axis)
         names = AXES[AXES.index(innermost) + 1 :]
         stride = 1
         for name in names:
@@ -300,13 +305,12 @@ def _why_no_experts(form: Form, model: Description) -> str | None:
         return f"ep={form.ep} does not divide {model.experts:,} experts"
     if model.odd_experts is not None:
         return f"ep={form.ep}: {model.odd_experts}"
-    if form.cp > 1:
-        return f"ep={form.ep} cp={form.cp}: ep is searched with cp=1"
-    if form.zero < 3 and own % form.fsdp:
-        tp = f" tp={form.tp}" if form.tp > 1 else ""
+    if form.zero < 3 and own % form.expert_shards:
+        axes = [axis for axis in ("ep", "tp", "fsdp", "cp") if axis in form.sizes]
+        sizes = " ".join(f"{axis}={form.sizes[axis]}" for axis in axes)
         return (
-            f"ep={form.ep}{tp} fsdp={form.fsdp} zero={form.zero}: {form.fsdp} does not divide the "
-            f"{own} experts of a rank"
+            f"{sizes} zero={form.zero}: {form.expert_shards} does not divide the {own} experts of "
+            "a rank"
         )
     if form.recompute == "selective":
         return f"ep={form.ep}: selective recomputation does not take the exchange of rows"

@@ -126,7 +126,7 @@ def memory_of(form: Form, model: Description, rank: int) -> Memory:
     keeps = form.gather == "step" or form.zero < 3
     frees = not keeps and (shards > 1 or form.recompute != "none")
     in_use = edges if frees else used
-    saves_copies = frees and form.recompute == "none" and form.fsdp > 1
+    saves_copies = frees and form.recompute == "none" and form.expert_shards > 1
     if saves_copies and 1 < form.expert_ranks < model.experts:
         # gathered along another dim than that of experts, they are copies that last until backward
         in_use += blocks * block.experts / form.ep

@@ -51,8 +51,8 @@ def program_text(form: Form, model: Description, build: str, node: int) -> str:
     names += ["balance_sequence"] if form.balanced else []
     is_fsdp = bool(shards) and form.zero == 3
     names += ["register_moe"] if calls_moe else []
-    gathers_experts = has_experts and form.zero == 3
-    names += ["fully_shard"] if gathers_experts and form.fsdp == 1 else []
+    names += ["token_wise"] if calls_moe and form.cp > 1 else []
+    names += ["fully_shard"] if has_experts and form.zero == 3 else []
     names += [] if has_pipeline else ["fully_shard" if is_fsdp else "data_parallel", "materialize"]
     names += ["pipeline"] if has_pipeline else []
     names += ["parallelize"] if plan and not has_pipeline else []
@@ -76,7 +76,7 @@ def program_text(form: Form, model: Description, build: str, node: int) -> str:
         *_imports(form),
         "",
         "import shardmesh as sm",
-        f"from shardmesh import P{', compat' if gathers_experts and form.fsdp > 1 else ''}",
+        "from shardmesh import P",
         f"from shardmesh.parallel import {', '.join(sorted({*names}, key=str.lower))}",
         "",
         f"MESH = {{{sizes}}}",
@@ -108,6 +108,7 @@ def program_text(form: Form, model: Description, build: str, node: int) -> str:
         "    model.train()",
     ]
     lines += _recompute_and_compile(form, model)
+    lines += _use_moe(form, model) if calls_moe else []
     at = "mesh"
     if has_pipeline:
         at = "inner"
@@ -122,7 +123,6 @@ def program_text(form: Form, model: Description, build: str, node: int) -> str:
             f'        gather="{form.gather}",',
             "    )",
         ]
-        lines += _use_moe(form) if calls_moe else []
         if plan:
             lines += ["    pipe.parallelize(PLAN, inner)"]
         if has_experts:
@@ -134,7 +134,6 @@ def program_text(form: Form, model: Description, build: str, node: int) -> str:
         lines += [f'    pipe.{layer}, units="auto", mp_policy=policy)', "    pipe.materialize()"]
         trained = "pipe"
     else:
-        lines += _use_moe(form) if calls_moe else []
         if plan:
             lines += ["    parallelize(model, mesh, PLAN)"]
         if has_experts:
@@ -215,38 +214,35 @@ _BALANCED = [
 ]
 
 
-def _use_moe(form: Form) -> list[str]:
+def _use_moe(form: Form, model: Description) -> list[str]:
     axes = _tuple(list(form.expert_axes))
-    return [f"    model.set_experts_implementation(register_moe({axes}))"]
+    lines = [f"    model.set_experts_implementation(register_moe({axes}))"]
+    if form.cp > 1:
+        # of the modules that call them, and flatten sequences to rows
+        names = sorted({path.split(".")[-2] for path in model.expert_weights})
+        has_experts = " or ".join(f'hasattr(module, "{name}")' for name in names)
+        lines += [
+            "    for module in model.modules():",
+            f"        if {has_experts}:",
+            "            token_wise(module)",
+        ]
+    return lines
 
 
 def _split_experts(form: Form) -> list[str]:
-    """Return the lines of a function that shares experts among the ranks of fsdp.
-
-    With zero=3 each is split in dim 1, as a rank may have fewer experts than there are ranks.
-    """
-    axes = ["dp", "fsdp"] if form.dp > 1 else ["fsdp"]
+    """Return the lines of a function that shares experts among the ranks of fsdp and cp."""
+    axes = [axis for axis in ("fsdp", "cp") if axis in mesh_axes(form)]
+    shards = _tuple(axes)
+    share = f"fully_shard(module, mesh, axes={shards}"
     if form.zero < 3:
-        gradient = ', gradient="fsdp"' if form.zero == 2 else ""
-        options = f'{gradient}, optimizer="fsdp", mp_policy=policy'
-        share = [f"            data_parallel(module, mesh{options})"]
-    elif form.fsdp == 1:
-        share = ['            fully_shard(module, mesh, axes="fsdp", mp_policy=policy)']
-    else:
-        share = [
-            "            compat.fully_shard(",
-            "                module,",
-            f"                mesh=mesh[{_tuple(axes)}],",
-            "                mp_policy=policy,",
-            "                shard_placement_fn=lambda _: compat.Shard(1),",
-            "            )",
-        ]
+        gradient = f", gradient={shards}" if form.zero == 2 else ""
+        share = f"data_parallel(module, mesh{gradient}, optimizer={shards}"
     return [
         "def split_experts(model, mesh, policy):",
-        '    """Make a unit of the experts of each block, which the ranks of fsdp share."""',
+        f'    """Make a unit of the experts of each block, shared over {" and ".join(axes)}."""',
         "    for module in list(model.modules()):",
         '        if hasattr(module, "down_proj") and hasattr(module, "num_experts"):',
-        *share,
+        f"            {share}, mp_policy=policy)",
         "",
         "",
     ]

@@ -176,13 +176,14 @@ class _Elements:
 
 
 class _Sharing:
-    """The ranks that share parameters: of experts, if ep > 1, those of fsdp alone."""
+    """The ranks that share parameters: of experts, if ep > 1, those of fsdp and cp alone."""
 
     def __init__(self, form: Form, prices: Prices) -> None:
         self._ep, self._prices = form.ep, prices
         slower = prices.device.summing("reduce_scatter", form.reduce_dtype)
         self._used, self._reduced = form.used_bytes, slower * form.reduced_bytes
-        self._groups = form.group("shards", prices.node), form.group("fsdp", prices.node)
+        groups = form.group("shards", prices.node), form.group("expert_shards", prices.node)
+        self._groups = groups
 
     def used(self, block: Costs) -> _Elements:
         """Return what a rank uses of a block."""
@@ -473,8 +474,8 @@ class StepTimes:
     def _dispatch(self, costs: Costs, form: Form) -> tuple[_Pass, _Pass]:
         """Return the exchange of a microbatch's rows, out and back, and that of their counts."""
         prices, busiest = self._prices, self._model.imbalance
-        group = form.group("experts", prices.node)
-        rows = form.rows * costs.dispatched * (group.size - 1) / group.size
+        group = form.group("expert_ranks", prices.node)
+        rows = form.rows / form.cp * costs.dispatched * (group.size - 1) / group.size
         counts = 8 * (self._model.experts + 1) * (group.size - 1)  # of the rows for each, int64
         exchange = _Pass(
             ep=prices.waited_for("all_to_all", 2 * busiest * rows, group, launches=2),

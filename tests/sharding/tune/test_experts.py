@@ -340,7 +340,7 @@ def measured(form: Form, folder: Path) -> tuple[int, CommReport]:
         gathered = all_counts(counts, mesh, axes)
         return counts.expand_as(gathered).clone()
 
-    name = register_moe(form.expert_axes)
+    name = register_moe(form.expert_axes or None)
     by_moe = ALL_EXPERTS_FUNCTIONS[name]
     names["register_moe"] = lambda axis: "in turn"
     ALL_EXPERTS_FUNCTIONS.register("in turn", in_turn)
