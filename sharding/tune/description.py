@@ -11,6 +11,7 @@ several kinds (dense ones before mixtures) are counted one by one and averaged.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -27,6 +28,7 @@ from ...mesh.text import shortened
 from ..abstract.eval_shape import eval_shape
 from ..layout.layout import Layout
 from ..layout.spec import P
+from ..parallel.data.storage.flat import split_dims
 from ..parallel.data.wrap import AUTO, matching_modules
 from ..parallel.experts.transformers_experts import why_not_moe
 from ..parallel.tensor.plan import parallelize
@@ -260,6 +262,7 @@ class Description:
         self._others: dict[torch.dtype, Description] = {}
         self._costs: dict[tuple[int, bool, bool, bool], ModelCosts] = {}
         self._stages: dict[tuple[int, bool, int, bool], Stages] = {}
+        self._held_beside: dict[tuple[int, int | None], float] = {}
         self._why_not_tp: dict[tuple[int, bool, bool], str | None] = {}
 
     def computing_in(self, dtype: str) -> Description:
@@ -385,6 +388,39 @@ class Description:
                 parameters[-1] += costs.first
             self._stages[key] = Stages(tuple(layers), tuple(parameters))
         return self._stages[key]
+
+    def held_beside(self, parts: int, expert_ranks: int | None) -> float:
+        """Return how many elements a rank holds twice in a block, on average. Cached.
+
+        Stacks of several matrices that `fully_shard` splits along dim 1 are no intervals of its
+        buffer, and are held beside the rank's piece of it.
+
+        Args:
+            parts: the number of ranks that share the parameters.
+            expert_ranks: the number of ranks over which experts are split, which are a unit of
+                their own; None if they are in the unit of their block.
+        """
+        key = (parts, expert_ranks)
+        if key not in self._held_beside:
+            self._held_beside[key] = sum(
+                len(members) / self.layers * self._held_beside_in(members[0], *key)
+                for members in self.indices_of_kinds
+            )
+        return self._held_beside[key]
+
+    def _held_beside_in(self, index: int, parts: int, expert_ranks: int | None) -> float:
+        block = self.model.get_submodule(f"{self.blocks}.{index}")
+        shapes = [tuple(x.shape) for x in block.parameters()]
+        if expert_ranks is not None:
+            shapes = [
+                (x.shape[0] // expert_ranks, *x.shape[1:])
+                for _, experts in mixtures(block)
+                for x in experts.parameters()
+            ]
+        dims = split_dims(shapes, parts) if parts > 1 else ()
+        beside = [math.prod(x) for x, dim in zip(shapes, dims, strict=False) if dim and x[0] > 1]
+        # the busiest rank may have a part of them alone
+        return min(sum(beside), sum(map(math.prod, shapes)) / parts)
 
     def shortened(self, blocks: list[int]) -> nn.Module:
         """Return a copy of the model with copies of some of its blocks."""

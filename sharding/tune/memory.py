@@ -4,7 +4,7 @@ With P parameters on the rank's stages and tp rank, n ranks that share them, bfl
 AdamW in float32, or with the bytes of the form's own dtypes; in use are of experts those of the
 rank of ep:
 
-    parameters     4 P / n
+    parameters     4 P / n, and stacks of experts that are no intervals of the buffer once more
     gradients      4 P / n, if an earlier microbatch has made some
     optimizer      8 P / n
     gathered       2 bytes of the outermost unit; in a block's backward also of two blocks, and the
@@ -126,10 +126,6 @@ def memory_of(form: Form, model: Description, rank: int) -> Memory:
     keeps = form.gather == "step" or form.zero < 3
     frees = not keeps and (shards > 1 or form.recompute != "none")
     in_use = edges if frees else used
-    saves_copies = frees and form.recompute == "none" and form.expert_shards > 1
-    if saves_copies and 1 < form.expert_ranks < model.experts:
-        # gathered along another dim than that of experts, they are copies that last until backward
-        in_use += blocks * block.experts / form.ep
     sums_whole = form.gather == "step" or (form.zero == 1 and form.microbatches > 1)
     # a rank that has whole parameters uses them as they are, if no dtype differs
     used_bytes = form.used_bytes if shards > 1 or form.param_dtype != form.dtype else 0
@@ -188,13 +184,22 @@ def memory_of(form: Form, model: Description, rank: int) -> Memory:
         moments.append((gradients, gradients, 0.0, 0.0))  # in one buffer that dp sums
     gradients, gathered, activations, loss = max(moments, key=sum)
     return Memory(
-        parameters=kept * held / shards,
+        parameters=kept * (held / shards + blocks * _held_beside(form, model)),
         gradients=gradients,
         optimizer=2 * kept * held / shards,
         gathered=gathered,
         activations=activations,
         loss=loss,
     )
+
+
+def _held_beside(form: Form, model: Description) -> float:
+    """Return how many elements of a block a rank holds twice, see `Description.held_beside`."""
+    if not model.experts or form.zero < 3:
+        return 0.0
+    if form.ep > 1:
+        return model.held_beside(form.expert_shards, form.expert_ranks)
+    return model.held_beside(form.shards, None) if form.tp == 1 else 0.0
 
 
 def peak_memory(form: Form, model: Description) -> tuple[int, Memory]:
