@@ -156,6 +156,12 @@ def memory_of(form: Form, model: Description, rank: int) -> Memory:
     products = reduction or form.used_bytes * largest + opened
     of_experts = 1 + more if block.experts else 1.0
     begin = scale * (again + of_experts * costs.block_transient)
+    if form.ep > 1 and frees:
+        # Experts are a unit of their own: those of the block before are gathered next to the block,
+        # while the gradients of the rest of the block behind it are reduced.
+        others = max(kind.parameters - kind.experts for kind in costs.kinds)
+        in_blocks -= used_bytes * others
+        reduction = reduced * others
     if form.pp > 1:
         begin += scale * costs.stream  # a gradient that is received
     one = scale * saved

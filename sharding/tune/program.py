@@ -108,7 +108,7 @@ def program_text(form: Form, model: Description, build: str, node: int) -> str:
         "    model.train()",
     ]
     lines += _recompute_and_compile(form, model)
-    lines += _use_moe(form, model) if calls_moe else []
+    lines += _token_wise(model) if calls_moe and form.cp > 1 else []
     at = "mesh"
     if has_pipeline:
         at = "inner"
@@ -123,6 +123,7 @@ def program_text(form: Form, model: Description, build: str, node: int) -> str:
             f'        gather="{form.gather}",',
             "    )",
         ]
+        lines += _use_moe(form) if calls_moe else []
         if plan:
             lines += ["    pipe.parallelize(PLAN, inner)"]
         if has_experts:
@@ -134,6 +135,7 @@ def program_text(form: Form, model: Description, build: str, node: int) -> str:
         lines += [f'    pipe.{layer}, units="auto", mp_policy=policy)', "    pipe.materialize()"]
         trained = "pipe"
     else:
+        lines += _use_moe(form) if calls_moe else []
         if plan:
             lines += ["    parallelize(model, mesh, PLAN)"]
         if has_experts:
@@ -214,19 +216,20 @@ _BALANCED = [
 ]
 
 
-def _use_moe(form: Form, model: Description) -> list[str]:
+def _use_moe(form: Form) -> list[str]:
     axes = _tuple(list(form.expert_axes))
-    lines = [f"    model.set_experts_implementation(register_moe({axes}))"]
-    if form.cp > 1:
-        # of the modules that call them, and flatten sequences to rows
-        names = sorted({path.split(".")[-2] for path in model.expert_weights})
-        has_experts = " or ".join(f'hasattr(module, "{name}")' for name in names)
-        lines += [
-            "    for module in model.modules():",
-            f"        if {has_experts}:",
-            "            token_wise(module)",
-        ]
-    return lines
+    return [f"    model.set_experts_implementation(register_moe({axes}))"]
+
+
+def _token_wise(model: Description) -> list[str]:
+    """Return the lines for the modules that call experts, and flatten sequences for them."""
+    names = sorted({path.split(".")[-2] for path in model.expert_weights})
+    has_experts = " or ".join(f'hasattr(module, "{name}")' for name in names)
+    return [
+        "    for module in model.modules():",
+        f"        if {has_experts}:",
+        "            token_wise(module)",
+    ]
 
 
 def _split_experts(form: Form) -> list[str]:

@@ -152,7 +152,6 @@ def test_the_busiest_rank_decides():
     ("form", "message"),
     [
         (Form(ep=3), "ep=3 does not divide 4 experts"),
-        (Form(ep=2, cp=2), "ep=2 cp=2: ep is searched with cp=1"),
         (Form(ep=4, tp=2), "ep=4 tp=2: 8 ranks do not divide 4 experts"),
         (
             Form(ep=2, tp=2, sequence_parallel=True, regather=True),
@@ -161,6 +160,10 @@ def test_the_busiest_rank_decides():
         (
             Form(fsdp=2, ep=2, tp=2, zero=2),
             "ep=2 tp=2 fsdp=2 zero=2: 2 does not divide the 1 experts of a rank",
+        ),
+        (
+            Form(fsdp=2, cp=2, ep=2, zero=1),
+            "ep=2 fsdp=2 cp=2 zero=1: 4 does not divide the 2 experts of a rank",
         ),
         (
             Form(ep=2, recompute="selective"),
@@ -306,6 +309,15 @@ FORMS = {
         Form(pp=2, ep=2, tp=2, sequence_parallel=True, rows=2, microbatches=2),
     ),
     "ep, tp, qwen2": ("qwen2", Form(ep=2, tp=2, rows=4)),
+    "fsdp, cp, ep": ("mixtral", Form(fsdp=2, cp=2, ep=2, rows=1, microbatches=2)),
+    "dp, cp, ep, balanced": ("mixtral", Form(dp=2, cp=2, ep=2, rows=2, balanced=True)),
+    "cp, ep, recompute": ("mixtral", Form(cp=2, ep=2, rows=4, recompute="full")),
+    "cp, ep, tp, sp, qwen2": (
+        "qwen2",
+        Form(cp=2, ep=2, tp=2, sequence_parallel=True, rows=4),
+    ),
+    "cp, ep, zero 2": ("mixtral", Form(cp=2, ep=2, rows=4, zero=2)),
+    "pp, cp, ep": ("mixtral", Form(pp=2, cp=2, ep=2, rows=2, microbatches=2)),
     "fsdp, ep, tp, sp, deepseek": (
         "deepseek",
         Form(fsdp=2, ep=2, tp=2, sequence_parallel=True, rows=2),
