@@ -394,6 +394,8 @@ def titan_text(form: Form, model: Description) -> str:
         return f"# torchtitan shards parameters, too (zero={form.zero})"
     if form.reduce_dtype != "float32":
         return "# torchtitan sums gradients in float32 alone (reduce_dtype)"
+    if form.ep > 1 and form.cp > 1:
+        return f"# torchtitan splits experts over all of cp (cp={form.cp})"
     if form.regather:
         return "# torchtitan saves what it gathers along the sequence (regather)"
     if form.pp > 1 and stages != form.pp * form.stages:

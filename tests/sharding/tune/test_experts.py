@@ -34,6 +34,7 @@ from shardmesh.sharding.tune.program import (
     titan_text,
 )
 from shardmesh.sharding.tune.program_costs import check
+from shardmesh.sharding.tune.search import forms
 from shardmesh.sharding.tune.step_time import StepTimes
 from tests.sharding.tune import tiny
 from tests.tiers import slow
@@ -54,7 +55,7 @@ COMMON: dict[str, Any] = {
     "max_position_embeddings": 64,
     "num_experts_per_tok": CHOICES,
 }
-BYTES, MEMORY = 0.005, 0.001
+BYTES, MEMORY = 0.005, 0.002
 
 
 def config_of(name: str, **options: Any) -> Any:
@@ -141,7 +142,7 @@ def test_the_busiest_rank_decides():
     moved = [StepTimes(x, prices).of(form).moved for x in (even, busy)]
     assert moved[0]["fsdp"] == moved[1]["fsdp"]
     assert moved[1]["ep"] == pytest.approx(1.5 * moved[0]["ep"], rel=0.01)
-    memory = [memory_of(form, x, 0).activations for x in (even, busy)]
+    memory = [memory_of(form, x, 0).total for x in (even, busy)]
     saved = 2 * 3 * even.costs(1).block.saved_by_experts
     assert memory[1] - memory[0] == pytest.approx(saved, rel=0.35)
     with pytest.raises(ValueError, match=r"imbalance=0\.5"):
@@ -231,6 +232,29 @@ def test_settings_of_other_libraries():
     flags = titan_text(form, described())
     assert "--parallelism.data_parallel_shard_degree 8 " in flags
     assert "--parallelism.expert_parallel_degree 4 " in flags
+    both = titan_text(Form(fsdp=2, ep=2, tp=2, rows=1), described())
+    assert "--parallelism.data_parallel_shard_degree 4 " in both
+    assert "--parallelism.expert_parallel_degree 4 " in both
+    assert "--parallelism.expert_tensor_parallel_degree 1 " in both
+    assert "experts over all of cp (cp=2)" in titan_text(Form(cp=2, ep=2, rows=1), described())
+
+
+def test_sizes_of_ep_that_are_searched():
+    """Those that divide the experts together with tp, also next to cp."""
+    fixed = {"pp": 1, "zero": 3, "recompute": "none", "cp": 2}
+    searched = {(form.ep, form.tp) for form in forms(described(), 8, 8, fixed, None)}
+    assert searched == {(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4)}
+
+
+def test_the_best_form_with_experts_over_two_axes():
+    """What is printed splits experts, and nothing else, over both axes."""
+    tuning = tune(model_of(config_of("mixtral")), tiny.ids(), devices=4, fix={"ep": 2, "tp": 2})
+    assert tuning.best.form.expert_axes == ("ep", "tp")
+    assert 'register_moe(("ep", "tp"))' in tuning.program
+    lines = [line for line in tuning.program.split("\n") if ".experts" in line]
+    assert len(lines) == 2
+    assert all('P(("ep", "tp"))' in line for line in lines)
+    assert [event.axis for event in tuning.events() if event.op == "all_to_all"] == ["ep,tp"] * 12
 
 
 # -- the program -----------------------------------------------------------------------------------
@@ -379,25 +403,98 @@ def measured(form: Form, folder: Path) -> tuple[int, CommReport]:
     "form",
     [
         Form(fsdp=2, ep=2, rows=4),
+        Form(fsdp=2, ep=2, tp=2, sequence_parallel=True, rows=4),
+        Form(fsdp=2, cp=2, ep=2, rows=4),
         *map(
-            slow, [Form(ep=4, rows=4), Form(ep=2, rows=4, microbatches=2), Form(dp=2, ep=2, rows=4)]
+            slow,
+            [
+                Form(ep=4, rows=4),
+                Form(ep=2, rows=4, microbatches=2),
+                Form(dp=2, ep=2, rows=4),
+                Form(fsdp=4, ep=2, rows=2),
+                Form(ep=2, tp=2, rows=8),
+                Form(ep=2, tp=2, sequence_parallel=True, rows=8),
+                Form(dp=2, ep=2, tp=2, rows=4),
+                Form(fsdp=2, ep=2, tp=2, rows=2, microbatches=2),
+                Form(ep=2, tp=2, sequence_parallel=True, rows=4, microbatches=2, zero=1),
+                Form(cp=2, ep=2, rows=8),
+                Form(cp=2, ep=2, tp=2, sequence_parallel=True, rows=8),
+            ],
         ),
     ],
     ids=str,
 )
 def test_bytes_and_memory_of_the_program(form, folder):
+    """Gradients of norms make the difference with tp, and keys and values of the ring with cp."""
     model = described("larger")
     device = device_of("h100")
     time = StepTimes(model, Prices(device, device.topology(8), 8)).of(form)
     memory = memory_of(form, model, 0)
     peak, report = measured(form, folder)
-    assert sum(time.moved.values()) == pytest.approx(report.bytes_received, rel=BYTES)
-    if form.fsdp > 1:  # rows of experts alone travel over the axis
-        assert time.moved["ep"] == report.by_axis["ep"][1]
-    assert memory.total == pytest.approx(peak, rel=MEMORY)
+    has_tp, has_cp = form.tp > 1, form.cp > 1
+    assert sum(time.moved.values()) == pytest.approx(
+        report.bytes_received, rel=0.02 if has_tp else BYTES
+    )
+    if form.fsdp > 1:  # rows of experts alone travel over the axes
+        assert time.moved["ep"] == report.by_axis[",".join(form.expert_axes)][1]
+    assert memory.total == pytest.approx(peak, rel=0.02 if has_cp else MEMORY)
     scalars = form.microbatches + 1  # losses, and the norm of gradients
-    launches = sum(n for axis, (n, _) in report.by_axis.items() if axis != "dp")
-    assert sum(time.launches.values()) == launches - scalars
+    others = {"dp", "tp", "dp,tp"}  # gradients in buckets, and of norms by unit
+    launches = sum(n for axis, (n, _) in report.by_axis.items() if axis not in others)
+    predicted = sum(n for axis, n in time.launches.items() if axis not in others)
+    assert predicted == launches - scalars
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("mixtral", Form(cp=2, rows=8)),
+        slow("mixtral", Form(cp=2, ep=2, rows=4)),
+        slow("qwen2", Form(pp=2, cp=2, ep=2, rows=2, microbatches=2)),
+    ],
+    ids=str,
+)
+def test_ranks_of_cp_compute_their_own_rows(name, form, folder):
+    """No rank gathers sequences where a mixture flattens them."""
+    names = program(form, name, folder)
+
+    def run() -> sm.debug.CommReport:
+        with sm.debug.comm_report() as report:
+            names["main"](device="cpu", steps=1)
+        return report
+
+    for report in sm.simulate(form.devices)(run)():
+        assert "permute" in report.by_op
+        assert "view" not in report.by_operator, report
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        Form(fsdp=2, ep=2, rows=4, recompute="full"),
+        *map(
+            slow,
+            [
+                Form(ep=4, rows=4, recompute="full"),
+                Form(fsdp=2, ep=4, rows=1, microbatches=2, recompute="full"),
+                Form(fsdp=2, ep=2, tp=2, rows=4, recompute="full"),
+                Form(ep=2, tp=2, sequence_parallel=True, rows=8, recompute="full"),
+            ],
+        ),
+    ],
+    ids=str,
+)
+def test_memory_with_recomputation(form, folder):
+    """Up to 12 % more than the program's, as forwards of experts are freed one by one."""
+    peak, _ = measured(form, folder)
+    assert 1 <= memory_of(form, described("larger"), 0).total / peak < 1.12
+
+
+@pytest.mark.parametrize("form", [Form(fsdp=4, rows=4), slow(Form(fsdp=2, cp=2, rows=8))], ids=str)
+def test_memory_of_whole_experts(form, folder):
+    """Stacks of experts that are split along dim 1 are held beside the buffer of their block."""
+    peak, _ = measured(form, folder)
+    assert memory_of(form, described("larger"), 0).total == pytest.approx(peak, rel=0.03)
 
 
 def test_whole_experts_receive_no_rows(folder):
