@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -30,13 +30,14 @@ from ..layout.layout import Layout
 from ..layout.spec import P
 from ..parallel.data.storage.flat import split_dims
 from ..parallel.data.wrap import AUTO, matching_modules
+from ..parallel.experts.token_wise import token_wise
 from ..parallel.experts.transformers_experts import why_not_moe
 from ..parallel.tensor.plan import parallelize
 from ..tensor.sharded_tensor import ShardedTensor
 from ..trees import map_tensors, tensors_in
 from .counts import CountedWithoutValues, OperatorCounts, Phase, Progress, by_op
-from .mixtures import OwnRows, mixtures
-from .plans import own_plan, plan_of_copy, sequence_plan, styles_of
+from .mixtures import OwnRows, mixture_inputs, mixtures
+from .plans import GATHERED, IN_SEQUENCE, own_plan, plan_of_copy, sequence_plan, styles_of
 from .repeated import kinds_of, shorten
 from .variants import backward_transient, compile_tape, eager, fused, received_in_block, select
 
@@ -304,8 +305,45 @@ class Description:
         plan = plan if has_tp else {}
         if experts_over is None:
             return plan
-        weights = dict.fromkeys(self.expert_weights, P(experts_over))
-        return {path: x for path, x in plan.items() if not self._is_of_experts(path)} | weights
+        plan = {path: x for path, x in plan.items() if not self._is_of_experts(path)}
+        if has_tp and sequence_parallel:
+            plan |= dict.fromkeys(self.norms_of_mixtures, IN_SEQUENCE)
+        return plan | dict.fromkeys(self.expert_weights, P(experts_over))
+
+    @cached_property
+    def norms_of_mixtures(self) -> tuple[str, ...]:
+        """The norms, as patterns, whose results mixtures alone take, and need not whole.
+
+        With sequence parallelism and rows that travel to experts, ranks of tp then compute the rows
+        of their part of the sequence. () if that is not so in all blocks, or if tp splits other
+        layers of a mixture, such as shared experts.
+        """
+        plan = self.sequence_plan or {}
+
+        def step(module: nn.Module, batch: Any) -> tuple[str, ...]:
+            with CountedWithoutValues(OperatorCounts([])):
+                inputs = mixture_inputs(module, partial(call, module, batch))
+            return tuple(sorted({self._pattern(path) for path in inputs}))
+
+        def of_kind(index: int) -> tuple[str, ...]:
+            block = self.model.get_submodule(f"{self.blocks}.{index}")
+            parents = [path.rpartition(".")[0] for path, _ in mixtures(block)]
+            inside = [
+                f"{self.blocks}.{index}.{parent}.{name}"
+                for parent in parents
+                for name, _ in block.get_submodule(parent).named_modules()
+                if parent
+            ]
+            others = [path for path in plan if not self._is_of_experts(path)]
+            if not inside or any(fnmatchcase(x, path) for x in inside for path in others):
+                return ()
+            result: tuple[str, ...] = self.evaluate(step, [index], 1, False).result
+            return result
+
+        norms = {of_kind(members[0]) for members in self.indices_of_kinds} if plan else {()}
+        first = next(iter(norms))
+        is_gathered = all(plan.get(path) == GATHERED for path in first)
+        return first if len(norms) == 1 and is_gathered else ()
 
     def _is_of_experts(self, pattern: str) -> bool:
         """Return whether an entry of a plan is for experts, or for a part of them."""
@@ -493,6 +531,8 @@ class Description:
             if dispatches:
                 for path, experts in list(mixtures(module)):
                     module.set_submodule(path, OwnRows(experts, "tp"))
+                    if sequence_parallel and self.norms_of_mixtures:
+                        token_wise(module.get_submodule(path.rpartition(".")[0]))
             return module
 
         def place(x: Tensor) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,6 +27,49 @@ def mixtures(model: nn.Module) -> Iterator[tuple[str, Any]]:
         is_stack = all(x.ndim > 1 and x.shape[0] == count for x in own)
         if isinstance(count, int) and is_stack and any(x.ndim == 3 for x in own):
             yield path, inner
+
+
+def mixture_inputs(model: nn.Module, forward: Callable[[], Any]) -> list[str]:
+    """Return the paths of the modules whose results the modules of experts are called with.
+
+    Args:
+        forward: calls the model.
+
+    Returns:
+        One for each module that has experts; none at all if another module takes one of these
+        results, or if a module of experts is called with something else.
+    """
+    parents = {path.rpartition(".")[0] for path, _ in mixtures(model)}
+    results: list[tuple[str, Any]] = []
+    uses: list[tuple[str, Any]] = []
+
+    def note_result(path: str, module: nn.Module, args: Any, output: Any) -> None:
+        results.append((path, output))
+
+    def note_use(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        uses.extend((path, x) for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+
+    handles: list[Any] = []
+    for path, module in model.named_modules():
+        is_inside = any(path.startswith(f"{parent}.") for parent in parents)
+        if path in parents or not is_inside:
+            hook = partial(note_use, path)
+            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        if next(module.children(), None) is None:
+            handles.append(module.register_forward_hook(partial(note_result, path)))
+    try:
+        forward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    sources = []
+    for parent in parents:
+        x = next((x for path, x in uses if path == parent), None)
+        source = next((path for path, y in results if y is x), None)
+        if source is None or any(y is x and path != parent for path, y in uses):
+            return []
+        sources.append(source)
+    return sources
 
 
 class OwnRows(nn.Module):

@@ -51,7 +51,9 @@ def program_text(form: Form, model: Description, build: str, node: int) -> str:
     names += ["balance_sequence"] if form.balanced else []
     is_fsdp = bool(shards) and form.zero == 3
     names += ["register_moe"] if calls_moe else []
-    names += ["token_wise"] if calls_moe and form.cp > 1 else []
+    in_sequence = has_experts and form.sequence_parallel and bool(model.norms_of_mixtures)
+    splits_tokens = calls_moe and (form.cp > 1 or in_sequence)
+    names += ["token_wise"] if splits_tokens else []
     names += ["fully_shard"] if has_experts and form.zero == 3 else []
     names += [] if has_pipeline else ["fully_shard" if is_fsdp else "data_parallel", "materialize"]
     names += ["pipeline"] if has_pipeline else []
@@ -108,7 +110,7 @@ def program_text(form: Form, model: Description, build: str, node: int) -> str:
         "    model.train()",
     ]
     lines += _recompute_and_compile(form, model)
-    lines += _token_wise(model) if calls_moe and form.cp > 1 else []
+    lines += _token_wise(model) if splits_tokens else []
     at = "mesh"
     if has_pipeline:
         at = "inner"
