@@ -8,8 +8,10 @@ library's counts of collectives and of live tensors, on rank 0.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -272,18 +274,35 @@ def program(form: Form, name: str, folder: Path) -> dict[str, Any]:
 
 @cache
 def losses(form: Form, name: str, folder: Path) -> list[float]:
-    """Run the program of a form in float32, and return its losses."""
+    """Run the program of a form in float32; return its losses, and the norms of gradients."""
     names = program(form, name, folder)
     names["torch"] = _Float32()
 
     def run() -> list[float]:
         sm.random.manual_seed(0)
-        values = names["main"](device="cpu", steps=2)
+        norms: list[Any] = []
+
+        def clip(*args: Any) -> None:
+            norms.append(sm.training.clip_grad_norm_(*args))
+
+        own = {**names, "sm": _Clipping(clip)}
+        main = FunctionType(names["main"].__code__, own, argdefs=names["main"].__defaults__)
+        values = [*main(device="cpu", steps=2), *norms]
         return [float(x.full_tensor() if isinstance(x, sm.ShardedTensor) else x) for x in values]
 
     results = sm.simulate(form.devices)(run)()
     assert all(result == pytest.approx(results[0], rel=1e-6) for result in results)
     return results[0]
+
+
+class _Clipping:
+    """shardmesh, with another function that clips gradients."""
+
+    def __init__(self, clip: Callable[..., None]) -> None:
+        self.training = SimpleNamespace(clip_grad_norm_=clip)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sm, name)
 
 
 class _Float32:
@@ -350,7 +369,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("case", [*list(FORMS)[:2], *(slow(case) for case in list(FORMS)[2:])])
-def test_losses_are_those_of_one_rank(case, folder):
+def test_losses_and_gradients_are_those_of_one_rank(case, folder):
     name, form = FORMS[case]
     expected = losses(Form(rows=tiny.ROWS), name, folder)
     assert losses(form, name, folder) == pytest.approx(expected, rel=1e-5)
