@@ -37,7 +37,7 @@ from ..tensor.sharded_tensor import ShardedTensor
 from ..trees import map_tensors, tensors_in
 from .counts import CountedWithoutValues, OperatorCounts, Phase, Progress, by_op
 from .mixtures import OwnRows, mixture_inputs, mixtures
-from .plans import GATHERED, IN_SEQUENCE, own_plan, plan_of_copy, sequence_plan, styles_of
+from .plans import GATHERED, IN_SEQUENCE, own_plan, paths_of, plan_of_copy, sequence_plan, styles_of
 from .repeated import kinds_of, shorten
 from .variants import backward_transient, compile_tape, eager, fused, received_in_block, select
 
@@ -346,13 +346,11 @@ class Description:
         return first if len(norms) == 1 and is_gathered else ()
 
     def _is_of_experts(self, pattern: str) -> bool:
-        """Return whether an entry of a plan is for experts, or for a part of them."""
-        paths = [
-            name
-            for path, inner in mixtures(self.model)
-            for name in (path, *(f"{path}.{name}" for name, _ in inner.named_parameters()))
-        ]
-        return any(fnmatchcase(path, pattern) for path in paths)
+        """Return whether an entry of a plan is for experts alone, or for a part of them."""
+        experts = tuple(path for path, _ in mixtures(self.model))
+        inside = tuple(f"{path}." for path in experts)
+        matched = [path for path in paths_of(self.model) if fnmatchcase(path, pattern)]
+        return bool(matched) and all(path in experts or path.startswith(inside) for path in matched)
 
     def costs(
         self,

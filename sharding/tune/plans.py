@@ -91,7 +91,7 @@ def plan_of_copy(plan: Mapping[str, Any], model: nn.Module, copy: nn.Module) -> 
     Entries of layers that only the other blocks have are left out, such as those of shared experts
     where the copy's blocks are dense. Entries that match nothing in the model stay, as errors.
     """
-    whole, short = _paths(model), _paths(copy)
+    whole, short = paths_of(model), paths_of(copy)
     return {
         pattern: style
         for pattern, style in plan.items()
@@ -100,7 +100,8 @@ def plan_of_copy(plan: Mapping[str, Any], model: nn.Module, copy: nn.Module) -> 
     }
 
 
-def _paths(model: nn.Module) -> list[str]:
+def paths_of(model: nn.Module) -> list[str]:
+    """Return the paths of modules, parameters and buffers."""
     parameters = model.named_parameters(remove_duplicate=False)
     buffers = model.named_buffers(remove_duplicate=False)
     return [name for name, _ in (*model.named_modules(), *parameters, *buffers)]

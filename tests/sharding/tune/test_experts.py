@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import shardmesh as sm
+from shardmesh import P
 from shardmesh.__main__ import main
 from shardmesh.mesh.comm.null import null_world
 from shardmesh.mesh.comm.report import CommReport
@@ -28,6 +29,7 @@ from shardmesh.sharding.tune.description import Description
 from shardmesh.sharding.tune.devices import device_of
 from shardmesh.sharding.tune.form import Form, why_not
 from shardmesh.sharding.tune.memory import memory_of
+from shardmesh.sharding.tune.plans import IN_SEQUENCE
 from shardmesh.sharding.tune.prices import Prices
 from shardmesh.sharding.tune.program import (
     accelerate_text,
@@ -192,6 +194,60 @@ def test_experts_that_are_called_by_keyword():
     assert described.experts == EXPERTS
     message = "ep=2: experts are called by keyword, and rows are counted by position"
     assert why_not(Form(ep=2, rows=4), described) == message
+
+
+@pytest.mark.parametrize(
+    ("name", "norms"),
+    [
+        ("mixtral", ("model.layers.*.post_attention_layernorm",)),
+        ("qwen2", ("model.layers.*.post_attention_layernorm",)),  # tp does not split shared experts
+        ("deepseek", ()),  # but here; and a block has none
+    ],
+)
+def test_norms_whose_results_stay_split(name, norms):
+    """Mixtures take a part of the sequence, and nothing of them travels over tp alone."""
+    model = described(name)
+    assert model.norms_of_mixtures == norms
+    plan = model.plan_of(True, ("ep", "tp"))
+    assert [path for path, style in plan.items() if style == IN_SEQUENCE] == list(norms)
+    whole, split = model.costs(2, True), model.costs(2, True, dispatches=True)
+    if norms:  # attention's, and nothing else
+        assert split.block.forward.communication.keys() == {"all_gather", "reduce_scatter"}
+        assert [n for n, _ in split.block.forward.communication.values()] == [1, 1]
+    assert split.block.experts == whole.block.experts == model.costs(1).block.experts / 2
+    assert split.block.dispatched == model.costs(1).block.dispatched / 2
+
+
+def test_entries_of_a_plan_for_experts():
+    """They give way to the split over ep and tp; one that is for other layers, too, stays."""
+    plan = {
+        "model.layers.*.mlp.experts.*": "packed_colwise",
+        "model.layers.*.mlp.experts": "moe_tp_experts",
+        "*_proj": "colwise",
+    }
+    model = Description(model_of(config_of("mixtral")), tiny.ids(), plan=plan)
+    assert model.plan_of(False) == plan
+    split = model.plan_of(False, ("ep", "tp"))
+    assert split == {"*_proj": "colwise"} | dict.fromkeys(model.expert_weights, P(("ep", "tp")))
+    alone = model.plan_of(False, ("ep",), has_tp=False)
+    assert alone == dict.fromkeys(model.expert_weights, P("ep"))
+
+
+def test_experts_that_blocks_call_themselves():
+    """Of a block no part of a sequence is computed by itself."""
+    model = model_of(config_of("mixtral"))
+    for layer in model.model.layers:
+        layer.experts, layer.mlp.experts = layer.mlp.experts, None
+        layer.mlp.forward = partial(_call_experts, layer)
+    described = Description(model, tiny.ids(), imbalance=1)
+    message = "cp=2: blocks call experts themselves, for which they would gather sequences"
+    assert why_not(Form(cp=2, rows=8), described) == message
+
+
+def _call_experts(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    rows = x.view(-1, x.shape[-1])
+    _, weights, chosen = layer.mlp.gate(rows)
+    return layer.experts(rows, chosen, weights).view(x.shape)
 
 
 class ByKeyword(torch.nn.Module):
