@@ -4,7 +4,7 @@ With P parameters on the rank's stages and tp rank, n ranks that share them, bfl
 AdamW in float32, or with the bytes of the form's own dtypes; in use are of experts those of the
 rank of ep:
 
-    parameters     4 P / n
+    parameters     4 P / n, and stacks of experts that are no intervals of the buffer once more
     gradients      4 P / n, if an earlier microbatch has made some
     optimizer      8 P / n
     gathered       2 bytes of the outermost unit; in a block's backward also of two blocks, and the
@@ -96,10 +96,10 @@ def memory_of(form: Form, model: Description, rank: int) -> Memory:
     """Return what a rank of the pipeline holds at the peak of a step."""
     model = model.computing_in(form.param_dtype)
     kept, reduced = form.kept_bytes, form.reduced_bytes
-    costs = model.costs(form.tp, form.sequence_parallel, form.compiled)
+    costs = model.costs(form.tp, form.sequence_parallel, form.compiled, form.ep > 1)
     scale = form.rows / form.cp
     stages = stages_of_rank(form, rank)
-    split = model.stages(form.tp, form.sequence_parallel, form.pp * form.stages)
+    split = model.stages(form.tp, form.sequence_parallel, form.pp * form.stages, form.ep > 1)
     held = sum(split.parameters[stage] for stage in stages)
     blocks = sum(split.layers[stage] for stage in stages)
     edges = held - blocks * costs.block.parameters
@@ -128,9 +128,6 @@ def memory_of(form: Form, model: Description, rank: int) -> Memory:
     keeps = form.gather == "step" or form.zero < 3
     frees = not keeps and (shards > 1 or form.recompute != "none")
     in_use = edges if frees else used
-    if frees and form.fsdp > 1 and 1 < form.ep < model.experts:
-        # gathered along another dim than that of experts, they are copies that last until backward
-        in_use += blocks * block.experts / form.ep
     sums_whole = form.gather == "step" or (form.zero == 1 and form.microbatches > 1)
     # a rank that has whole parameters uses them as they are, if no dtype differs
     used_bytes = form.used_bytes if shards > 1 or form.param_dtype != form.dtype else 0
@@ -168,6 +165,12 @@ def memory_of(form: Form, model: Description, rank: int) -> Memory:
         products = reduction if frees else products + reduction
     of_experts = 1 + more if block.experts else 1.0
     begin = scale * (again + of_experts * costs.block_transient)
+    if form.ep > 1 and frees:
+        # Experts are a unit of their own: those of the block before are gathered next to the block,
+        # while the gradients of the rest of the block behind it are reduced.
+        others = max(kind.parameters - kind.experts for kind in costs.kinds)
+        in_blocks -= used_bytes * others
+        reduction = reduced * others
     if form.pp > 1:
         begin += scale * costs.stream  # a gradient that is received
     one = scale * saved
@@ -204,13 +207,22 @@ def memory_of(form: Form, model: Description, rank: int) -> Memory:
     moments.append((at_rest, at_rest + copies, 0.0, 0.0))
     gradients, gathered, activations, loss = max(moments, key=sum)
     return Memory(
-        parameters=at_rest,
+        parameters=at_rest + kept * blocks * _held_beside(form, model),
         gradients=gradients,
         optimizer=2 * at_rest,
         gathered=gathered,
         activations=activations,
         loss=loss,
     )
+
+
+def _held_beside(form: Form, model: Description) -> float:
+    """Return how many elements of a block a rank holds twice, see `Description.held_beside`."""
+    if not model.experts or form.zero < 3:
+        return 0.0
+    if form.ep > 1:
+        return model.held_beside(form.expert_shards, form.expert_ranks)
+    return model.held_beside(form.shards, None) if form.tp == 1 else 0.0
 
 
 def peak_memory(form: Form, model: Description) -> tuple[int, Memory]:
