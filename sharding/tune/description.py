@@ -26,6 +26,7 @@ from ...mesh.abstract_mesh import AbstractMesh
 from ...mesh.comm.report import comm_report
 from ...mesh.text import shortened
 from ..abstract.eval_shape import eval_shape
+from ..abstract.peak_memory import PeakMemory
 from ..layout.layout import Layout
 from ..layout.spec import P
 from ..parallel.data.storage.flat import split_dims
@@ -37,6 +38,7 @@ from ..tensor.sharded_tensor import ShardedTensor
 from ..trees import map_tensors, tensors_in
 from .counts import CountedWithoutValues, OperatorCounts, Phase, Progress, by_op
 from .mixtures import OwnRows, mixture_inputs, mixtures
+from .moments import MomentsOfMemory
 from .plans import GATHERED, IN_SEQUENCE, own_plan, paths_of, plan_of_copy, sequence_plan, styles_of
 from .repeated import Repetition, kinds_of, shorten
 from .variants import backward_transient, compile_tape, eager, fused, received_in_block, select
@@ -565,8 +567,7 @@ class Description:
 
         evaluated = self.evaluate(step, blocks, tp, sequence_parallel, dispatches)
         run: _Run = evaluated.result
-        transient = evaluated.peak_bytes - evaluated.argument_bytes - run.saved
-        return replace(run, transient=max(0.0, transient))
+        return run
 
 
 @dataclass(frozen=True)
@@ -576,10 +577,9 @@ class _Run:
     first: float
     tied: bool
     stream: float
-    saved: float  # without compilation
+    transient: float
     block_transient: float
     odd_attention: str | None
-    transient: float = 0
 
 
 def _run_once(model: nn.Module, batch: Any, loss: Loss, blocks: str, *, is_compiled: bool) -> _Run:
@@ -588,7 +588,11 @@ def _run_once(model: nn.Module, batch: Any, loss: Loss, blocks: str, *, is_compi
     counts = OperatorCounts([*parameters, *model.buffers()])
     places = _Places(model, blocks, counts)
     hooks = torch.autograd.graph.saved_tensors_hooks(counts.save, lambda x: x)
-    with CountedWithoutValues(counts), places:
+    memory = PeakMemory("meta")
+    moments = MomentsOfMemory(memory)
+    last = (0, -1)
+    moments.watch(list(model.get_submodule(blocks).children())[-1:], [last])
+    with CountedWithoutValues(counts), places, memory:
         with counts, hooks, comm_report() as report:
             counts.report = report
             value = loss(call(model, batch), batch)
@@ -620,6 +624,9 @@ def _run_once(model: nn.Module, batch: Any, loss: Loss, blocks: str, *, is_compi
         backward = replace(backward, kernels=compiled.backward)
     by_experts = counts.rows_of_experts
     in_experts = {id(x): x for _, inner in mixtures(model) for x in inner.parameters()}
+    begin = memory.of(([*parameters, *model.buffers()], batch))
+    at_loss = moments.peaks()["after forward", last, 0]
+    transient = at_loss - begin - sum(tape.sizes[key] for key in counts.saved)
     costs = Costs(
         sum(map(_local_numel, parameters)),
         sum(map(_local_numel, in_experts.values())),
@@ -641,7 +648,7 @@ def _run_once(model: nn.Module, batch: Any, loss: Loss, blocks: str, *, is_compi
         places.first_parameters(),
         places.is_tied(),
         places.stream,
-        sum(tape.sizes[key] for key in counts.saved),
+        max(0.0, transient),
         backward_transient(
             tape, forward_operations, tape.operations, counts.saved, counts.of_weights
         ),

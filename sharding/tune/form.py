@@ -256,6 +256,11 @@ def why_not(form: Form, model: Description) -> str | None:
         return f"ep={form.ep}: regather does not take the gather of experts' results"
     if form.zero < 3 and (form.shards == 1 or form.pp > 1 or form.dp > 1):
         return f"zero={form.zero} needs fsdp or cp, and neither a pipeline nor dp"
+    if form.zero < 3 and form.ep == 1 and model.experts % form.shards:
+        return (
+            f"zero={form.zero}: stacks of experts are split between experts, and {form.shards} "
+            f"ranks do not divide {model.experts:,}"
+        )
     if form.param_dtype == "float32" and form.dtype == "bfloat16":
         return "param_dtype=float32 dtype=bfloat16: parameters are used as they are kept, or lower"
     if form.balanced and form.cp == 1:

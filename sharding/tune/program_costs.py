@@ -31,6 +31,7 @@ from ...mesh.text import shortened
 from ..abstract.peak_memory import PeakMemory
 from ..layout.layout import Layout
 from ..layout.spec import P
+from ..parallel.experts.token_dispatch import AssumedRows
 from ..parallel.pipeline.transport import AssumedMetas
 from ..tensor.autograd.backward import backward_inside
 from ..tensor.sharded_tensor import ShardedTensor
@@ -137,8 +138,6 @@ def check(form: Form, model: Description, times: StepTimes) -> Check:
 
 def why_not_evaluated(form: Form, model: Description) -> str | None:
     """Return why a form is not evaluated, in words; None if it is."""
-    if form.ep > 1:
-        return "how many rows go to a rank's experts depends on values"
     if model.experts and model.odd_experts is not None:
         return "which rows an expert computes depends on values"
     if form.compiled:
@@ -300,7 +299,7 @@ def _run(
         assumed: as in `AssumedMetas`; filled by rank 0.
     """
     axes = mesh_axes(form)
-    data = tuple(axis for axis in ("dp", "fsdp") if axis in axes)
+    data = tuple(axis for axis in ("dp", "fsdp", "ep") if axis in axes)
     spec = P(data or None, "cp" if form.cp > 1 else None)
     dtype = torch.float32 if model.vocabulary is None else torch.int64
     memory = PeakMemory("meta")
@@ -328,6 +327,7 @@ def _run(
         _FlashAttention(moments),
         measured,
     ):
+        world.state(AssumedRows).imbalance = model.imbalance
         metas = world.state(AssumedMetas).metas
         metas.update(assumed)
         main(rows_of)

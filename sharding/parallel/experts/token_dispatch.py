@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ....kernels.transfer.host_copies import start_to_host, to_device
+from ....mesh.comm.world import World
 from ...autograd.engine_hooks import with_memory
 from ...layout.layout import Layout
 from ...lineage import backward_comm_context
@@ -59,6 +60,37 @@ class ExpertGroup:
     def order(self) -> list[int]:
         """The order in which rows are sorted by expert: those of the group's first rank first."""
         return [e for start, stop in self.experts for e in range(start, stop)]
+
+
+class AssumedRows:
+    """How many rows go to experts in a world without values: choices on "meta".
+
+    Attributes:
+        imbalance: rows of this rank's experts over the mean; those of other ranks get the rest, and
+            the experts of a rank equally many.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.imbalance = 1.0
+
+    def counts(self, peers: ExpertGroup, rows: int) -> Tensor:
+        """Return the counts of `TokenDispatch`.
+
+        Args:
+            rows: that each rank sends.
+        """
+        start, stop = peers.experts[peers.me]
+        others = peers.count - (stop - start)
+        own = min(rows, round(rows * self.imbalance * (stop - start) / peers.count))
+        own = own if others else rows
+        to_others = _evenly(rows - own, others)
+        row = [*to_others[:start], *_evenly(own, stop - start), *to_others[start:], 0]
+        return torch.tensor(row).expand(len(peers.experts), -1)
+
+
+def _evenly(rows: int, experts: int) -> list[int]:
+    """Return how many rows each of some experts gets."""
+    return [rows * (i + 1) // experts - rows * i // experts for i in range(experts)]
 
 
 class TokenDispatch:
@@ -186,6 +218,9 @@ def make_dispatch(
         valid = _valid_choices(chosen.reshape(1, -1, 1), peers.count)
         table = _all_counts(_count_choices(valid, peers.count), peers.mesh, peers.axes)
         counts = start_to_host(table[:, 0, 0])
+        if table.is_meta:
+            assumed = peers.mesh.world.state(AssumedRows)
+            counts = partial(assumed.counts, peers, chosen.numel())
         ranks = peers.group.ranks
         return TokenDispatch(
             peers,

@@ -178,6 +178,10 @@ def test_the_busiest_rank_decides():
             Form(fsdp=4, ep=2, zero=1),
             "ep=2 fsdp=4 zero=1: 4 does not divide the 2 experts of a rank",
         ),
+        (
+            Form(fsdp=4, cp=2, zero=1),
+            "zero=1: stacks of experts are split between experts, and 8 ranks do not divide 4",
+        ),
     ],
     ids=str,
 )

@@ -130,7 +130,6 @@ def test_more_blocks_follow_on_a_line(monkeypatch):
 @pytest.mark.parametrize(
     ("form", "why"),
     [
-        (Form(ep=2, rows=4), "how many rows go to a rank's experts depends on values"),
         (Form(rows=8, compiled=True), "compiled blocks run on devices alone"),
         (
             Form(tp=2, sequence_parallel=True, rows=8, regather=True),
