@@ -450,9 +450,9 @@ class Pipeline:
         counts.
 
         Args:
-            inputs: the model's first argument; a tuple for several. Tensors are split along dim 0;
-                those with one row, and other values, go to every microbatch. The same on all ranks
-                of the pipeline.
+            inputs: the model's first argument; a tuple for several. Tensors are split along dim 0,
+                and block masks of flex attention along their batch; those with one row, and other
+                values, go to every microbatch. The same on all ranks of the pipeline.
             targets: what `loss_fn` gets next to the model's output, split alike. Needed on the rank
                 of the last stage, and for `add_loss` on all.
             loss_fn: of output and target.
