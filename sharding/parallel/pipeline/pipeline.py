@@ -718,15 +718,15 @@ class Pipeline:
         values = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         if run.total is not None:
             values[0] = run.total
-        if self._staged.num_stages - 1 in self.stages and run.total is not None:
-            values[1] = _LOSS_DTYPES.index(run.total.dtype)
+        if self._staged.num_stages - 1 in self.stages and run.loss_dtype is not None:
+            values[1] = _LOSS_DTYPES.index(run.loss_dtype)
         values = run.data.sum(values, _LOSS) / run.data.size
         if not self._places.represents:
             values.zero_()
         self._places.group.all_reduce(values, tag=_LOSS)
         if self._loss_dtype is None:
             if values.is_meta:  # the other ranks' is not known
-                self._loss_dtype = _LOSS_DTYPES[0] if run.total is None else run.total.dtype
+                self._loss_dtype = run.loss_dtype or _LOSS_DTYPES[0]
             else:
                 self._loss_dtype = _LOSS_DTYPES[int(values[1])]
         return values[0].to(self._loss_dtype)
