@@ -238,7 +238,7 @@ class Pipeline:
         self._loss_dtype: torch.dtype | None = None  # known to all after the first step
         are_slices = places.count == mesh.size(axis)
         tensors = StageTensors(mesh, axis, None if are_slices else stage_meshes)
-        self._updates = Updates(places.own, places.count, self._stages_at)
+        self._updates = Updates(places.own, places.count)
         self.whole = WholeModel(staged.model, staged.stages, tensors, tied_names)
         self._has_tied = bool(staged.tied or tied_names)
         self._tied: TiedParameters | None = None
@@ -495,7 +495,7 @@ class Pipeline:
             with gathers.whole_step():
                 self._execute(run, row, gathers)
         whole_loss, facts = self._whole_loss(run, updates)
-        self._updates.end_step(self.parameters(), facts)
+        self._updates.end_step(self.parameters(), facts, schedule.placement)
         return whole_loss
 
     @torch.no_grad()
@@ -569,10 +569,6 @@ class Pipeline:
                 "leave this block or stage uncompiled"
             )
         self._run.add_loss(value)
-
-    def _stages_at(self, place: int) -> list[int]:
-        """Return the numbers of the stages at a place along the axis."""
-        return [stage for stage, of in enumerate(self.schedule.placement) if of == place]
 
     # -- parts of a step ---------------------------------------------------------------------------
 

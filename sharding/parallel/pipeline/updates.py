@@ -32,11 +32,10 @@ class Updates:
 
     Args:
         place, count: of this rank, and the number of places.
-        stages_of: returns the numbers of the stages at a place.
     """
 
-    def __init__(self, place: int, count: int, stages_of: Callable[[int], Sequence[int]]) -> None:
-        self._place, self._count, self._stages_of = place, count, stages_of
+    def __init__(self, place: int, count: int) -> None:
+        self._place, self._count = place, count
         self._versions: int | None = None  # at the end of the step before
         self._earlier: Callable[[], Tensor] | None = None
         self._has_warned = False
@@ -64,13 +63,16 @@ class Updates:
             return _ONE_UPDATED
         return 1 << (_FIRST_PLACE + self._place)
 
-    def end_step(self, parameters: Iterable[Tensor], total: Tensor) -> None:
+    def end_step(
+        self, parameters: Iterable[Tensor], total: Tensor, placement: Sequence[int]
+    ) -> None:
         """Note the parameters, and warn if some places were updated and others were not.
 
         On a device the host reads the sum of the step before, for which it need not wait.
 
         Args:
             total: the sum over all places, one element.
+            placement: the place of each stage.
         """
         parameters = list(parameters)
         self._versions = _versions(parameters)
@@ -82,15 +84,15 @@ class Updates:
         read = self._earlier if is_asynchronous(total.device.type) else own
         self._earlier = own
         if read is not None:
-            self._warn(int(read().item()))
+            self._warn(int(read().item()), placement)
 
-    def _warn(self, total: int) -> None:
+    def _warn(self, total: int, placement: Sequence[int]) -> None:
         updated = total % (1 << _FIRST_PLACE) // _ONE_UPDATED
-        kept = [p for p in range(self._count) if total >> (_FIRST_PLACE + p) & 1]
+        kept = total >> _FIRST_PLACE
         if not updated or not kept:
             return
         self._has_warned = True
-        stages = sorted(stage for place in kept for stage in self._stages_of(place))
+        stages = [stage for stage, place in enumerate(placement) if kept >> place & 1]
         text = "stage" if len(stages) == 1 else "stages"
         warnings.warn(
             f"pipeline: between two steps the parameters of {text} "
