@@ -12,7 +12,7 @@ from ..comm.recording.recorder import unlike
 from ..comm.recording.trace_buffer import Header
 from ..errors import CollectiveMismatchError, DeadlockError, at, short
 from ..monitor.diagnosis.history import left_the_order
-from ..monitor.diagnosis.verdict_text import OTHER_STEPS, OTHER_VALUES, RULE, in_step, numbers_drawn
+from ..monitor.diagnosis.verdict_text import OTHER_STEPS, RULE, in_step, on_values
 from ..monitor.diagnosis.votes import (
     connected_components,
     minority,
@@ -60,11 +60,8 @@ def different_collectives(
     lines = [f"  ranks {members} call {text}" for text, members in who.items()]
     advice = OTHER_STEPS if field == "step" else RULE
     if field == "lineage":
-        advice = (
-            numbers_drawn(
-                {rank: call.trace_buffer for rank, call in zip(ranks, calls, strict=True)}
-            )
-            or OTHER_VALUES
+        advice = on_values(
+            {rank: call.trace_buffer for rank, call in zip(ranks, calls, strict=True)}
         )
     text = compose_text(
         f"{problem} in the group of ranks {short(ranks)}{_blame(blamed)}.", advice, lines

@@ -15,7 +15,8 @@ Nothing of this happens at import, and Dynamo, whose import takes seconds, is no
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any, TypeVar
@@ -24,6 +25,7 @@ import torch
 from torch import nn
 
 from ...mesh.comm.call_site import _OURS
+from .block_masks import FLEX_ATTENTION
 
 F = TypeVar("F", bound=Callable[..., Any])
 _ADVICE = (
@@ -58,6 +60,24 @@ def keep_compiler_out() -> None:
             for folder in ("mesh", "sharding", "kernels"):
                 rules.add(f"{package}.{folder}")
             _Rules.are_set = True
+
+
+@contextmanager
+def compiled_code_as_python() -> Iterator[None]:
+    """Run functions that `torch.compile` has compiled, or that compile themselves, as Python.
+
+    Dynamo does not compile under a dispatch mode, and what it then skips, such as the call inside
+    of torch's `flex_attention`, it skips from then on.
+    """
+    if "torch._dynamo" not in sys.modules and FLEX_ATTENTION not in sys.modules:
+        yield
+        return
+    callback = _frames.set_eval_frame(None)  # of compiled code that calls the library
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        _frames.set_eval_frame(callback)
 
 
 def not_compiled(reason: str, *, calls_program: bool = False) -> Callable[[F], F]:

@@ -87,6 +87,7 @@ class Header:
     THREAD_ERROR = 27  # a text: which thread raised what
     RESUMED = 28  # when the last pause ended
     LINES = 29  # three words: which lines have made sharded tensors, one bit for each
+    OPTIMIZER_STEPS = 32  # of optimizers with sharded parameters
 
 
 class RankState:

@@ -80,30 +80,43 @@ def mismatch(
         lines.append(f"  {ranks_text(late)}: not there yet")
     advice = RULE
     if field == "lineage":
-        advice = numbers_drawn({m.rank: m.buffer for m in callers}) or OTHER_VALUES
+        advice = on_values({m.rank: m.buffer for m in callers})
     if field == "step":
         advice = OTHER_STEPS
     return Verdict("mismatch", outliers, field, tuple(seen), compose_text(said, advice, lines))
 
 
-def numbers_drawn(buffers: Mapping[int, TraceBuffer | None]) -> str:
-    """Return advice on values that differ where random numbers do as well; "" if they do not."""
-    ranks: dict[tuple[int, int], list[int]] = {}
+def on_values(buffers: Mapping[int, TraceBuffer | None]) -> str:
+    """Return advice on values that differ, by what else differs between these ranks."""
+    numbers = _by_words(buffers, Header.SEED, Header.DRAWN)
+    if len(numbers) > 1:
+        states = [
+            f"{ranks_text(ranks)}: seed {seed}, {count} tensors drawn"
+            for (seed, count), ranks in numbers.items()
+        ]
+        return (
+            "Seed every rank alike and draw the same tensors on every rank: their random numbers "
+            f"differ ({'; '.join(states)})."
+        )
+    steps = _by_words(buffers, Header.OPTIMIZER_STEPS)
+    if len(steps) > 1:
+        counts = [f"{ranks_text(ranks)}: {count}" for (count,), ranks in steps.items()]
+        return (
+            "Call step() of the optimizers on every rank: the numbers of steps that they have made "
+            f"differ ({'; '.join(counts)})."
+        )
+    return OTHER_VALUES
+
+
+def _by_words(
+    buffers: Mapping[int, TraceBuffer | None], *words: int
+) -> dict[tuple[int, ...], list[int]]:
+    """Return the ranks by the values of these words of their headers."""
+    ranks: dict[tuple[int, ...], list[int]] = {}
     for rank, buffer in buffers.items():
         if buffer is not None:
-            ranks.setdefault((buffer.words[Header.SEED], buffer.words[Header.DRAWN]), []).append(
-                rank
-            )
-    if len(ranks) < 2:
-        return ""
-    states = [
-        f"{ranks_text(members)}: seed {seed}, {count} tensors drawn"
-        for (seed, count), members in ranks.items()
-    ]
-    return (
-        "Seed every rank alike and draw the same tensors on every rank: their random numbers "
-        f"differ ({'; '.join(states)})."
-    )
+            ranks.setdefault(tuple(buffer.words[word] for word in words), []).append(rank)
+    return ranks
 
 
 _NAMED = {

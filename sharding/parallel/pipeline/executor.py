@@ -111,7 +111,8 @@ class StepRun:
         world: this rank's.
 
     Attributes:
-        total: this rank's part of the loss, detached.
+        total: this rank's part of the loss, summed in float64; None if it has none.
+        loss_dtype: that of the losses in it.
         outputs: results of the last stage, by microbatch, if there is no loss.
     """
 
@@ -141,6 +142,7 @@ class StepRun:
         self._running: dict[tuple[int, int], RunningStage] = {}
         self._current: RunningStage | None = None
         self.total: Tensor | None = None
+        self.loss_dtype: torch.dtype | None = None
         self.outputs: dict[int, Any] = {}
 
     def run(self, row: Row, gathers: StepGathers | None = None) -> None:
@@ -249,9 +251,12 @@ class StepRun:
         One that counts nothing is 0, also if it is a mean over nothing, which is NaN.
         """
         whole = loss.full_tensor() if isinstance(loss, ShardedTensor) else loss
-        value = whole.reshape(()).where(scale != 0, 0) * scale.to(whole.dtype)
-        detached = value.detach()
-        self.total = detached if self.total is None else self.total + detached
+        counted = whole.reshape(()).where(scale != 0, 0)
+        value = counted * scale.to(whole.dtype)
+        part = counted.detach().double() * scale
+        self.total = part if self.total is None else self.total + part
+        dtype = whole.dtype
+        self.loss_dtype = torch.promote_types(self.loss_dtype or dtype, dtype)
         if value.requires_grad:
             running.losses += 1
             running.roots.append(get_gradient_edge(value))

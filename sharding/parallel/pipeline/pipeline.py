@@ -44,6 +44,7 @@ from .stages.staged_model import StagedModel
 from .state import WholeModel
 from .tied import TiedParameters, tied_names
 from .transport import Transport
+from .updates import Updates
 
 MakeSchedule: TypeAlias = Callable[[int, int], Schedule]
 
@@ -237,6 +238,7 @@ class Pipeline:
         self._loss_dtype: torch.dtype | None = None  # known to all after the first step
         are_slices = places.count == mesh.size(axis)
         tensors = StageTensors(mesh, axis, None if are_slices else stage_meshes)
+        self._updates = Updates(places.own, places.count)
         self.whole = WholeModel(staged.model, staged.stages, tensors, tied_names)
         self._has_tied = bool(staged.tied or tied_names)
         self._tied: TiedParameters | None = None
@@ -450,9 +452,9 @@ class Pipeline:
         counts.
 
         Args:
-            inputs: the model's first argument; a tuple for several. Tensors are split along dim 0;
-                those with one row, and other values, go to every microbatch. The same on all ranks
-                of the pipeline.
+            inputs: the model's first argument; a tuple for several. Tensors are split along dim 0,
+                and block masks of flex attention along their batch; those with one row, and other
+                values, go to every microbatch. The same on all ranks of the pipeline.
             targets: what `loss_fn` gets next to the model's output, split alike. Needed on the rank
                 of the last stage, and for `add_loss` on all.
             loss_fn: of output and target.
@@ -469,9 +471,14 @@ class Pipeline:
             ValueError: rows that cannot be split; a number of microbatches that the schedule does
                 not take; on every rank, ranks that differ in their calls.
 
+        Warns:
+            UserWarning: once, on every rank, if the parameters of some stages have changed since
+                the step before, and those of others, which require gradients, have not.
+
         Communication: activations and gradients of neighbouring stages, in messages of their own; a
         small all_reduce of the loss; what the layers inside of the stages do.
         """
+        updates = self._updates.since_last_step(self.parameters())
         loss = microbatch_loss(loss_fn, weight)
         batches = microbatches_of(inputs, kwargs, targets, self.microbatches)
         schedule = self._schedules.of(len(batches))
@@ -487,7 +494,9 @@ class Pipeline:
             self._begin_transport(schedule.rows, run)
             with gathers.whole_step():
                 self._execute(run, row, gathers)
-        return self._whole_loss(run)
+        whole_loss, facts = self._whole_loss(run, updates)
+        self._updates.end_step(self.parameters(), facts, schedule.placement)
+        return whole_loss
 
     @torch.no_grad()
     def eval(
@@ -509,7 +518,7 @@ class Pipeline:
         with self._staged.constant_flags():
             run = self._start("eval", batches, targets, loss)
             self._run_forward_only(run)
-        return self._whole_loss(run)
+        return self._whole_loss(run)[0]
 
     @torch.no_grad()
     def forward(self, inputs: Any, **kwargs: Any) -> list[Any] | None:
@@ -710,26 +719,27 @@ class Pipeline:
         self._begin_transport(rows, run)
         self._execute(run, rows[self._places.own])
 
-    def _whole_loss(self, run: StepRun) -> Tensor:
-        """Return the loss of the batch on every rank.
+    def _whole_loss(self, run: StepRun, updates: int = 0) -> tuple[Tensor, Tensor]:
+        """Return the loss of the batch on every rank, and the sum of all places' `updates`.
 
         Communication: one small all_reduce over the pipeline, and one over data-parallel ranks.
         """
         values = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         if run.total is not None:
             values[0] = run.total
-        if self._staged.num_stages - 1 in self.stages and run.total is not None:
-            values[1] = _LOSS_DTYPES.index(run.total.dtype)
+        if self._staged.num_stages - 1 in self.stages and run.loss_dtype is not None:
+            values[1] = _LOSS_DTYPES.index(run.loss_dtype)
         values = run.data.sum(values, _LOSS) / run.data.size
+        values[1] += updates
         if not self._places.represents:
             values.zero_()
         self._places.group.all_reduce(values, tag=_LOSS)
         if self._loss_dtype is None:
             if values.is_meta:  # the other ranks' is not known
-                self._loss_dtype = _LOSS_DTYPES[0] if run.total is None else run.total.dtype
+                self._loss_dtype = run.loss_dtype or _LOSS_DTYPES[0]
             else:
-                self._loss_dtype = _LOSS_DTYPES[int(values[1])]
-        return values[0].to(self._loss_dtype)
+                self._loss_dtype = _LOSS_DTYPES[int(values[1]) % 4]
+        return values[0].to(self._loss_dtype), values[1]
 
     def _sum_tied_gradients(self) -> AbstractContextManager[None]:
         """Sum the gradients of tied parameters' copies at the end of the block.

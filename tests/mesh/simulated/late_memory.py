@@ -13,7 +13,9 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -201,6 +203,8 @@ class Memory:
 class OperatorWatch(TorchDispatchMode):
     """Calls `Memory.touch` for the operators of a rank, and fills new memory with poison."""
 
+    supports_higher_order_operators = True  # which read their arguments
+
     def __init__(self, memory: Memory) -> None:
         super().__init__()
         self.memory = memory
@@ -211,6 +215,10 @@ class OperatorWatch(TorchDispatchMode):
             return func(*args, **kwargs)
         if any(issubclass(kind, Tensor) and not _is_plain(kind) for kind in types):
             return NotImplemented
+        if isinstance(func, HigherOrderOperator):
+            read = [x for leaf in pytree.tree_leaves((args, kwargs)) for x in _plain(leaf)]
+            self.memory.touch(str(func), ((x, False) for x in read))
+            return func(*args, **kwargs)
         uses = _uses_of(func)
         if uses is not None and (self.memory.under_way or self.memory.ordered):
             self.memory.touch(str(func), _touched(uses, args, kwargs))

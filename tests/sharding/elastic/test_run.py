@@ -122,6 +122,23 @@ def test_a_step_that_raises_while_two_optimizers_write_is_undone(forked: Forked,
 
 
 @pytest.mark.slow
+def test_a_check_that_fails_on_all_ranks_after_two_optimizers_undoes_the_step(forked: Forked):
+    faults = [(rank, 3, "after", "raise") for rank in range(RANKS)]
+    ended = run_job(forked, "two", faults)
+    check_against_replay(ended, forked, "two", set())
+    assert [event[:3] for event in ended[0].value["events"]] == [[3, [], [0, 1, 2, 3]]]
+
+
+@pytest.mark.slow
+def test_a_check_that_fails_on_all_ranks_after_one_optimizer_ends_the_job(forked: Forked):
+    """All have written, and nobody has a copy of the version before."""
+    ended = run_job(forked, "ddp", [(rank, 3, "after", "raise") for rank in range(RANKS)])
+    assert statuses(ended) == [1] * RANKS
+    for one in ended:
+        assert "ArithmeticError: a bad batch in step 3" in one.output
+
+
+@pytest.mark.slow
 def test_a_rank_that_raises_while_one_optimizer_writes_is_lost(forked: Forked):
     """It can neither complete the step nor undo it; the others have completed it."""
     ended = run_job(forked, "ddp", [(1, 3, "write", "raise")])

@@ -9,9 +9,8 @@ global positions:
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,12 +19,11 @@ from torch import Tensor
 from ....layout.layout import Layout
 from ....tensor.sharded_tensor import ShardedTensor
 from ... import nonmember
+from ...block_masks import Mod, closed_over, mask_from
 from ...dispatch import wrap
 from ...strategy import check_one_mesh, operand_meta
 from ..notation import Rule, einrule
 from ..propagation import assign
-
-Mod = Callable[..., Tensor]
 
 
 def flex_attention(
@@ -173,28 +171,11 @@ def _check(tensors: Sequence[Any], score_mod: Any, block_mask: Any, enable_gqa: 
         ("score_mod", score_mod),
         ("mask_mod", None if block_mask is None else block_mask.mask_mod),
     ):
-        if any(isinstance(x, ShardedTensor) for x in _closed_over(function)):
+        if any(isinstance(x, ShardedTensor) for x in closed_over(function)):
             raise TypeError(
                 f"flex_attention: {name} closes over a ShardedTensor, of which it would index a "
                 "part by global positions; give it x.full_tensor()"
             )
-
-
-def _closed_over(function: Any) -> list[Any]:
-    """Return what a function closes over, also through functions among that."""
-    values: list[Any] = []
-    if isinstance(function, functools.partial):
-        values += [*function.args, *function.keywords.values(), *_closed_over(function.func)]
-    for cell in getattr(function, "__closure__", None) or ():
-        content = cell.cell_contents
-        values += [
-            content,
-            *(_closed_over(content) if callable(content) and content is not function else ()),
-        ]
-    return values
-
-
-# torch takes plain functions only: it counts their parameters, and compiles them.
 
 
 def _score_from(score_mod: Mod, batch: int, head: int, row: int) -> Mod:
@@ -204,15 +185,6 @@ def _score_from(score_mod: Mod, batch: int, head: int, row: int) -> Mod:
         return score_mod(score, b + batch, h + head, q + row, kv)
 
     return score_of_part
-
-
-def _mask_from(mask_mod: Mod, batch: int, head: int, row: int) -> Mod:
-    """Return a mask function of positions in a part that begins at this batch, head and row."""
-
-    def mask_of_part(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return mask_mod(b + batch, h + head, q + row, kv)
-
-    return mask_of_part
 
 
 class _PartOfAttention:
@@ -240,7 +212,7 @@ class _PartOfAttention:
         starts = [start for start, _ in query.box[:3]]
         self.block_mask = block_mask
         self.score_mod = None if score_mod is None else _score_from(score_mod, *starts)
-        self.mask_mod = None if block_mask is None else _mask_from(block_mask.mask_mod, *starts)
+        self.mask_mod = None if block_mask is None else mask_from(block_mask.mask_mod, *starts)
         self.scale, self.enable_gqa, self.options, self.aux = scale, enable_gqa, options, aux
 
     def __call__(

@@ -30,6 +30,7 @@ import torch.optim.optimizer as torch_optimizer
 from torch.utils import _foreach_utils as foreach_utils
 
 from .....mesh.comm.first_use import first_leaf
+from .....mesh.comm.recording.trace_buffer import Header
 from .....mesh.comm.thread_context import thread_context
 from ....lineage import mixed, piece_of, seed_of, set_pieces, step_lineages
 from ....tensor.sharded_tensor import ShardedTensor
@@ -79,10 +80,20 @@ def _end_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     step once that optimizer is gone.
     """
     _finish(optimizer)
+    _count_step(optimizer)
     with _lock:
         _stepping.discard(optimizer)
         if not _stepping and torch_optimizer._group_tensors_by_device_and_dtype is _by_local_device:
             torch_optimizer._group_tensors_by_device_and_dtype = _torchs_grouping
+
+
+def _count_step(optimizer: torch.optim.Optimizer) -> None:
+    """Count the step in the records of this rank, for verdicts on values that differ."""
+    params = (x for group in optimizer.param_groups for x in group["params"])
+    first = next((x for x in params if type(x) is ShardedTensor), None)
+    world: Any = None if first is None else getattr(first._layout.mesh, "world", None)
+    if world is not None:
+        world.trace_buffer.words[Header.OPTIMIZER_STEPS] += 1
 
 
 # -- tensors of one device -------------------------------------------------------------------------

@@ -188,4 +188,5 @@ def is_view_at(grad: Tensor, view: Tensor) -> bool:
         address_of(grad) == address_of(view)
         and grad.dtype is view.dtype
         and grad.shape == view.shape
+        and grad.stride() == view.stride()
     )

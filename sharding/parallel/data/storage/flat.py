@@ -29,6 +29,7 @@ from .....mesh.device_mesh import DeviceMesh
 from ....layout.layout import Layout
 from ....layout.spec import Cut, P
 from ....redistribute.executor import executor
+from ..address import address_of
 from ..grads.grad_places import GradBuffer, is_view_at
 from .flat_layout import FlatLayout, make_flat_layout
 
@@ -204,7 +205,8 @@ class FlatBucket:
             if grad is None:
                 absent.append(view)
             elif not is_view_at(grad, view):
-                copies.append((view, grad))
+                shares_memory = address_of(grad) == address_of(view)  # such as a transposed view
+                copies.append((view, grad.clone() if shares_memory else grad))
         if absent:
             torch._foreach_zero_(absent)
         if copies:

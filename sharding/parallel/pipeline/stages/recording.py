@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -25,7 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .....mesh.comm import call_site
 from .....mesh.comm.thread_context import thread_context
+from ....ops.block_masks import closed_over
 from ....ops.draws import draws_numbers
+from ....ops.torch_compile import compiled_code_as_python
 from .module_calls import intercept_calls
 from .skeleton import as_fake
 from .units import Place, places_of
@@ -169,7 +172,8 @@ def record(
     has_cache = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)  # a cast of one unit would be used in another
     try:
-        with mode, recorder, thread_context.setting(module_calls=recorder):
+        observed = thread_context.setting(module_calls=recorder)
+        with compiled_code_as_python(), mode, recorder, observed:
             result = model(*fake_args, **fake_kwargs)
     except _READS_VALUES as error:
         raise RuntimeError(
@@ -194,6 +198,8 @@ class Recorder(TorchDispatchMode):
         units_around: how many calls of units, and of modules in them, are running.
         has_grad: whether the forward began with gradients enabled.
     """
+
+    supports_higher_order_operators = True  # flex attention is one
 
     def __init__(
         self,
@@ -263,8 +269,15 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         result = _run(func, args, kwargs)
         inputs = [self.key(x) for x in _tensors((args, kwargs))]
-        written = [self.key(x).storage for x in _written_tensors(func, args, kwargs)]
         outputs = [self.key(x) for x in _tensors(result)]
+        if isinstance(func, HigherOrderOperator):
+            functions = [x for x in pytree.tree_leaves((args, kwargs)) if callable(x)]
+            captured = [x for f in functions for x in closed_over(f) if isinstance(x, Tensor)]
+            inputs += [self.key(x) for x in captured]
+            event = Operator(str(func), inputs, outputs, [], False, 0)
+            self.recording.events.append(event)
+            return result
+        written = [self.key(x).storage for x in _written_tensors(func, args, kwargs)]
         count = self._flop_counts.get(func._overloadpacket)
         flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
         draws = draws_numbers(func, args, kwargs)

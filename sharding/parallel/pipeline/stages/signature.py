@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ....ops.block_masks import is_block_mask
 from ....trees import flatten, is_dataclass_instance
 
 
@@ -73,6 +74,9 @@ def _leaf_description(leaf: Any) -> Hashable:
         return leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad
     if is_dataclass_instance(leaf):
         return type(leaf), _description(dict(vars(leaf)))
+    if is_block_mask(leaf):  # whose function is another one in each step
+        fields = {name: value for name, value in vars(leaf).items() if name != "mask_mod"}
+        return type(leaf), _description(fields)
     try:
         hash(leaf)
     except TypeError:

@@ -28,7 +28,12 @@ from shardmesh.mesh.comm.recording.trace_buffer import (
     row_of,
 )
 from shardmesh.mesh.monitor.hosts import relay as relay_module
-from shardmesh.mesh.monitor.hosts.mirror import BufferCopy, BufferSource, make_copy
+from shardmesh.mesh.monitor.hosts.mirror import (
+    _HEADER_WORDS,
+    BufferCopy,
+    BufferSource,
+    make_copy,
+)
 from shardmesh.mesh.monitor.hosts.relay import Relay, start_relay
 from shardmesh.mesh.monitor.monitor import Monitor
 from shardmesh.mesh.monitor.recording.job_directory import JobDirectory, may_span_hosts
@@ -136,7 +141,7 @@ def test_lost_rank_comes_back(pair):
         copy.buffer.words[Header.STATE],
         copy.buffer.read_text(copy.buffer.words[Header.DOING]),
     ) == (RankState.LOST, "host-b is down")
-    copy.write({0: bytes(buffer.data[:256])}, source.versions)
+    copy.write({0: bytes(buffer.data[: _HEADER_WORDS * 8])}, source.versions)
     assert (copy.buffer.words[Header.STATE], copy.buffer.words[Header.DOING]) == (
         RankState.RUNNING,
         0,
