@@ -223,7 +223,11 @@ def why_not(form: Form, model: Description) -> str | None:
             if isinstance(count, int) and count % form.tp:
                 return f"tp={form.tp} does not divide {count:,} {name}"
         if not model.plan:
-            return f"tp={form.tp}: the model has no plan of tensor parallelism, nor is one proposed"
+            why = f" ({model.why_none_proposed})" if model.why_none_proposed else ""
+            return (
+                f"tp={form.tp}: the model has no plan of tensor parallelism, nor is one proposed"
+                f"{why}"
+            )
     if form.ep > 1:
         reason = _why_no_experts(form, model)
         if reason is not None:

@@ -301,7 +301,7 @@ class _Proposal:
             blocks, kind, inside = place
             for position, other in enumerate(positions[blocks.path]):
                 if other == kind:
-                    entries[f"{blocks.path}.{position}.{inside}"] = option.style
+                    entries[f"{blocks.path}.{position}.{inside}".rstrip(".")] = option.style
         return entries
 
     def _patterns(self, entries: Mapping[str, Any]) -> dict[str, Any]:
@@ -315,7 +315,7 @@ class _Proposal:
         matched: dict[str, frozenset[str]] = {}
         for path, style in entries.items():
             place = self._place(path)
-            pattern = path if place is None else f"{place[0].path}.*.{place[2]}"
+            pattern = path if place is None else f"{place[0].path}.*.{place[2]}".rstrip(".")
             if pattern in matched:
                 continue
             others = frozenset(other for other in paths if fnmatchcase(other, pattern))

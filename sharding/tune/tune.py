@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from ...mesh.text import shortened
 from ...mesh.topology import Topology
 from ..trees import map_tensors
 from . import program_costs
@@ -72,7 +73,8 @@ def tune(
             searched: without {"param_dtype": ...} and the like they are the defaults.
         near: a form whose neighbours are searched, with itself, in place of all forms.
         max_microbatch: the most rows of a microbatch on a data rank.
-        loss: a function of output and batch that returns the loss; by default the cross entropy of
+        loss: a function of output and batch that returns the loss; by default the loss that the
+            model returns (`output.loss`, or a scalar of its outputs), else the cross entropy of
             logits, or the mean of another output.
         plan: a plan of tensor parallelism in place of the model's own, in styles or in strings of
             Hugging Face's. For a model that has none `propose_plan` chooses one.
@@ -114,11 +116,13 @@ def tune(
     for name, value in fixed.items():
         check_field(name, value)
     proposed: Mapping[str, Any] = {}
+    why_none = ""
     if plan is None and devices > 1 and fixed.get("tp") != 1 and not own_plan(model):
-        proposed = _proposed(model, batch, loss)
+        proposed, why_none = _proposed(model, batch, loss)
     described = Description(
         model, batch, loss=loss, plan=plan, proposed=proposed, imbalance=imbalance
     )
+    described.why_none_proposed = why_none
     searched = search(described, prices, devices, usable, fixed, max_microbatch, near)
     if not searched.fitting:
         raise _nothing(described, searched, devices, usable, fixed, chosen, near)
@@ -164,8 +168,8 @@ def tune(
     )
 
 
-def _proposed(model: nn.Module, batch: Any, loss: Loss | None) -> Mapping[str, Any]:
-    """Return a plan for the smallest number of ranks that divides the heads; {} if there is none.
+def _proposed(model: nn.Module, batch: Any, loss: Loss | None) -> tuple[Mapping[str, Any], str]:
+    """Return a plan for the smallest number of ranks that divides the heads; else {} and why.
 
     Its styles split layers among any number that does. Of a prime number of heads, such as the 71
     of Falcon, there may be no number that is searched.
@@ -175,12 +179,12 @@ def _proposed(model: nn.Module, batch: Any, loss: Loss | None) -> Mapping[str, A
     count = heads if isinstance(heads, int) and heads > 1 else 2
     size = next(n for n in range(2, count + 1) if count % n == 0)
     if size > MOST_TP:
-        return {}
+        return {}, ""
     try:
         row = map_tensors(lambda x: x[:1], (batch,))[0]
-        return propose_plan(model, row, size, loss=loss)
-    except (ValueError, RuntimeError, NotImplementedError):  # it reads values, or has no layers
-        return {}
+        return propose_plan(model, row, size, loss=loss), ""
+    except (ValueError, RuntimeError, NotImplementedError) as error:  # such as reading values
+        return {}, shortened(str(error), 300)
 
 
 def _check_count(name: str, value: Any, least: int) -> None:

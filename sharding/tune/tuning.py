@@ -206,7 +206,7 @@ class Tuning:
         best = self.best
         heading = (
             f"{type(model.model).__name__}: {_parameters(model.parameters)} parameters, "
-            f"{model.layers} blocks; a step of {model.rows:,} rows of {model.sequence:,}"
+            f"{model.layers} blocks; a step of {model.rows:,} rows{_row_text(model.one_row_shape)}"
         )
         cluster = (
             f"{best.form.devices:,} devices {device.name}, nodes of {self.prices.node}; "
@@ -281,7 +281,15 @@ def _measured_seconds(candidate: Candidate) -> Any:
 
 def seconds(value: float) -> str:
     """Return a time with a unit."""
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+    if value >= 1:
+        return f"{value:.2f} s"
+    return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
+
+
+def _row_text(shape: tuple[int, ...]) -> str:
+    """Return the shape of a row, as in " of 8,192" and " of 3 x 224 x 224"."""
+    sizes = " x ".join(f"{size:,}" for size in shape[1:])
+    return f" of {sizes}" if sizes else ""
 
 
 def _parameters(count: int) -> str:

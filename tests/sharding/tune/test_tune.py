@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from dataclasses import replace
@@ -29,6 +30,7 @@ from shardmesh.sharding.tune.step_time import StepTime, StepTimes
 from tests.sharding.tune import tiny
 from tests.sharding.tune.tiny import transformers
 
+tune_module = importlib.import_module("shardmesh.sharding.tune.tune")  # sm.tune is the function
 tune = partial(sm.tune, check=0)  # programs are evaluated in test_program_costs.py
 
 
@@ -99,7 +101,7 @@ def test_heads_that_no_tp_divides():
         tune(model, tiny.ids(), devices=2, fix={"tp": 2})
 
 
-def test_a_model_of_which_no_plan_is_found():
+def test_a_model_of_which_no_plan_is_found(monkeypatch):
     """Its blocks have no weight that can be split."""
 
     class Scale(nn.Module):
@@ -123,7 +125,14 @@ def test_a_model_of_which_no_plan_is_found():
     model = Scales().to("meta")
     batch = torch.empty(8, 4, 8, device="meta")
     assert tune(model, batch, devices=2).best.form.tp == 1
-    with pytest.raises(ValueError, match="no plan of tensor parallelism, nor is one proposed"):
+    with pytest.raises(ValueError, match=r"no plan of tensor parallelism, nor is one proposed$"):
+        tune(model, batch, devices=2, fix={"tp": 2})
+
+    def propose_plan(*_: Any, **__: Any) -> None:
+        raise ValueError("propose_plan: the reason")
+
+    monkeypatch.setattr(tune_module, "propose_plan", propose_plan)
+    with pytest.raises(ValueError, match=r"nor is one proposed \(propose_plan: the reason\)$"):
         tune(model, batch, devices=2, fix={"tp": 2})
 
 
@@ -417,7 +426,7 @@ def test_positions_of_a_configuration_that_names_them_otherwise(tmp_path):
         vocab_size=64, d_model=32, n_heads=4, n_layers=2, max_seq_len=24
     )
     config.save_pretrained(tmp_path)
-    _, batch, _ = _load(str(tmp_path), None, None, 2)
+    _, batch, *_ = _load(str(tmp_path), None, None, 2)
     assert batch.shape == (2, 24)
 
 
@@ -439,6 +448,13 @@ def plain() -> tuple[torch.nn.Module, torch.Tensor]:
         return Plain(), torch.empty(4, 8)
 
 
+def plain_with_loss() -> tuple[torch.nn.Module, torch.Tensor, Any]:
+    def loss(output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        return (output - batch).square().mean()
+
+    return *plain(), loss
+
+
 def nothing() -> None: ...
 
 
@@ -451,11 +467,25 @@ def test_a_plain_model(capsys):
     exec(capsys.readouterr().out, names)
 
     def run() -> list[float]:
+        sm.random.manual_seed(1)
         return [float(loss.full_tensor()) for loss in names["main"](device="cpu", steps=2)]
 
     first, second = sm.simulate(2)(run)()
     assert first == second
     assert all(loss > 0 for loss in first)
+
+
+def test_a_function_with_a_loss(capsys):
+    """It is counted; the program that is printed has a loss to replace."""
+    options = ["--devices", "1", "--check", "0"]
+    for name in ("plain", "plain_with_loss"):
+        assert main(["tune", f"tests.sharding.tune.test_tune:{name}", *options, "--json"]) == 0
+    first, second = map(json.loads, re.split(r"(?<=^})\n", capsys.readouterr().out, flags=re.M)[:2])
+    others = [x["candidates"][0]["seconds_by_part"]["other"] for x in (first, second)]
+    assert others[1] > others[0]
+    names: dict[str, Any] = {"__name__": "train"}
+    exec(second["program"], names)
+    assert sm.simulate(1)(names["main"])("cpu", steps=1)
 
 
 @pytest.mark.parametrize(
