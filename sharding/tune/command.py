@@ -21,7 +21,7 @@ from .program import function_build, hugging_face_build
 from .tune import tune
 
 EXAMPLE = "  python -m shardmesh tune llama/config.json --devices 1024 --node 8 --device h100\n"
-_TRUTH = {"true": True, "false": False}
+_TRUTH = {"true": True, "True": True, "false": False, "False": False}
 _MOST_POSITIONS = 8192  # of a step, unless --seq says otherwise
 _NAMES_OF_POSITIONS = ("max_position_embeddings", "max_seq_len")  # the second one is MPT's
 
@@ -155,14 +155,17 @@ def _load(
     if not callable(factory):
         raise ValueError(f"{module} has no function {shortened(function)!r}")
     result = factory()
-    values: tuple[Any, ...] = result if isinstance(result, tuple) else (result,)
-    has_loss = len(values) == 3 and callable(values[2])
-    if not isinstance(values[0], nn.Module) or not (len(values) == 2 or has_loss):
+    model, *rest = result if isinstance(result, tuple) else (result,)
+    batch, loss = [*rest, None, None][:2]
+    if not isinstance(model, nn.Module) or not (
+        len(rest) == 1 or (len(rest) == 2 and callable(loss))
+    ):
         raise ValueError(
-            f"{what} returned {', '.join(type(value).__name__ for value in values)}; it returns a "
-            "model on meta and a batch, and perhaps a loss, a function of output and batch"
+            f"{what} returned {', '.join(type(value).__name__ for value in (model, *rest))}; it "
+            "returns a model on meta and a batch, and perhaps a loss, a function of output and "
+            "batch"
         )
-    return values[0], values[1], function_build(what), values[2] if has_loss else None
+    return model, batch, function_build(what), loss
 
 
 def _most_positions(config: Any) -> int:
@@ -233,8 +236,8 @@ def _fields(text: str) -> dict[str, Any]:
     """
     values: dict[str, Any] = {}
     for part in text.split(",") if text else []:
-        name, _, value = part.partition("=")
-        if not value:
+        name, _, value = (word.strip() for word in part.partition("="))
+        if not name or not value:
             raise ValueError(f"{shortened(part)!r}: write NAME=VALUE, such as tp=8")
         number = whole_number(value)
         values[name] = _TRUTH.get(value, value) if number is None else number

@@ -459,6 +459,9 @@ def _run_once(model: nn.Module, batch: Any, loss: Loss, blocks: str, *, is_compi
         with counts, hooks, comm_report() as report:
             counts.report = report
             value = loss(call(model, batch), batch)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            shape = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise ValueError(f"tune: the loss is {shape}; return a tensor with one element")
         counts.add_communication(report)
         forward, counts.phase = counts.phase, Phase()
         forward_operations, counts.tape.operations = counts.tape.operations, []

@@ -27,7 +27,7 @@ from ..parallel.pipeline.executor import with_whole_backwards
 from ..parallel.pipeline.gathering import last_backwards
 from ..parallel.pipeline.transport import transfers
 from .description import Description, stage_layers
-from .form import AXES, Form, why_not
+from .form import AXES, Form, check_form, why_not
 from .memory import stages_of_rank
 from .part_order import (
     ALL,
@@ -99,11 +99,14 @@ def step_events(form: Form, model: Description, rank: int = 0) -> StepEvents:
     Raises:
         ValueError: the model cannot take the form; no such rank; or see `why_no_order`.
     """
+    check_form("events(form", form)
     reason = why_not(form, model) or why_no_order(form, model)
     if reason is not None:
         raise ValueError(f"events of {form}: {reason}")
-    if not 0 <= rank < form.pp:
-        raise ValueError(f"events(rank={rank}): a rank of the pipeline, from 0 to {form.pp - 1}")
+    is_number = isinstance(rank, int) and not isinstance(rank, bool)
+    if not is_number or not 0 <= rank < form.pp:
+        ranks = f"from 0 to {form.pp - 1}" if form.pp > 1 else "0 alone, as the form has none"
+        raise ValueError(f"events(rank={rank!r}): a rank of the pipeline, {ranks}")
     order = model_order(model, form.tp, form.sequence_parallel, own_experts=form.ep > 1)
     return StepEvents(_Step(form, model, order, rank).run())
 

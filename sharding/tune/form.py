@@ -213,6 +213,14 @@ def check_field(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value!r}: one of {', '.join(map(str, choices))}")
 
 
+def check_form(what: str, form: Any) -> None:
+    """Raise ValueError for what is no form, or has a value that a field does not take."""
+    if not isinstance(form, Form):
+        raise ValueError(f"{what}={shortened(repr(form))}: pass a Form, such as Form(fsdp=8, tp=2)")
+    for name, value in vars(form).items():
+        check_field(name, value)
+
+
 def why_not(form: Form, model: Description) -> str | None:
     """Return why a model cannot take a form, in words; None if it can."""
     if form.tp > 1:

@@ -182,8 +182,6 @@ class PlanSearch:
     ) -> Iterator[State]:
         if isinstance(event, Enter):
             for option in self._allowed(state, event.path, without):
-                if event.is_plain and option.input is not None:
-                    continue
                 entered = self._enter(state, event, option)
                 if entered is not None:
                     yield entered

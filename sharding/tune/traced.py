@@ -67,17 +67,11 @@ class Call:
 
 @dataclass(frozen=True)
 class Enter:
-    """The call of a layer: its first input outside, and inside.
-
-    Attributes:
-        is_plain: whether the model made the input itself, such as positions. It is a plain tensor
-            then, of which a style cannot tell what other axes of the mesh do with it.
-    """
+    """The call of a layer: its first input outside, and inside."""
 
     path: str
     outer: int
     inner: int
-    is_plain: bool
 
 
 @dataclass(frozen=True)
@@ -144,7 +138,7 @@ def trace(
     Raises:
         ValueError: the model reads values.
     """
-    recorder = _Recorder(model, batch)
+    recorder = _Recorder(model)
     handles: list[Any] = []
     for path, module in model.named_modules():
         handles.append(module.register_forward_pre_hook(recorder.enter_module(path), prepend=True))
@@ -174,7 +168,7 @@ def trace(
 class _Recorder(TorchFunctionMode):
     """Records operators on what depends on parameters; conditions on tensors count as true."""
 
-    def __init__(self, model: nn.Module, batch: Any) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._events: list[Event] = []
         self._values: list[Value] = []
@@ -182,7 +176,6 @@ class _Recorder(TorchFunctionMode):
         self._alive: list[Tensor] = []  # so that no id is used twice
         self._paths: list[str] = [""]
         self._outer: list[tuple[Tensor, int]] = []
-        self._of_batch = {id(x): x for x in tensors_in((batch,))}  # and what depends on it alone
         for path, parameter in model.named_parameters():
             self._number(parameter, parameter.requires_grad, path)
 
@@ -193,8 +186,6 @@ class _Recorder(TorchFunctionMode):
         result = func(*args, **kwargs)
         inputs = list(tensors_in((args, kwargs)))
         if not any(id(x) in self._numbers for x in inputs):
-            if any(id(x) in self._of_batch for x in inputs):
-                self._of_batch |= {id(x): x for x in tensors_in((result,))}
             return result
         results = list(tensors_in((result,)))
         if func is Tensor.__setitem__:
@@ -235,12 +226,11 @@ class _Recorder(TorchFunctionMode):
             first = next(iter(tensors_in((args, kwargs))), None)
             if first is None:
                 raise ValueError(f"propose_plan: {path!r} was called without a tensor")
-            is_plain = id(first) not in self._numbers and id(first) not in self._of_batch
             outer = self._operand(first)
             value = self._values[outer]
             inner = self._number(first, value.needs_grad)
             self._outer.append((first, outer))
-            self._events.append(Enter(path, outer, inner, is_plain))
+            self._events.append(Enter(path, outer, inner))
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             first, outer = self._outer.pop()

@@ -15,7 +15,7 @@ from ..trees import map_tensors
 from . import program_costs
 from .description import IMBALANCE, Description, Loss
 from .devices import Device, device_of
-from .form import Form, check_field, why_not
+from .form import AXES, Form, check_field, check_form, why_not
 from .memory import peak_memory, size
 from .plans import own_plan
 from .prices import Prices
@@ -107,6 +107,14 @@ def tune(
         _check_count("node", node, 1)
     if max_microbatch is not None:
         _check_count("max_microbatch", max_microbatch, 1)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"tune: the model is {shortened(repr(model))}; pass an nn.Module")
+    if fix is not None and not isinstance(fix, Mapping):
+        raise ValueError(f"tune(fix={fix!r}): a dict of fields of a form, such as {{'tp': 8}}")
+    if near is not None:
+        check_form("tune(near", near)
+    if memory is not None and not memory > 0:
+        raise ValueError(f"tune(memory={memory!r}): bytes of a device, such as 80e9")
     if memory is not None:
         chosen = replace(chosen, memory=memory)
     in_node = node or (topology.node_size if topology is not None else None) or _DEFAULT_NODE
@@ -269,6 +277,8 @@ def _nothing(
         if why is None and near is not None and near.devices != devices:
             why = f"it has {near.devices:,} devices, and none of its neighbours has {devices:,}"
         if why is None:
+            why = _why_not_divided(model, devices, fixed)
+        if why is None:
             why = (
                 f"no sizes of the axes have {devices:,} as their product and numbers of data ranks "
                 f"that divide the {model.rows:,} rows of the batch"
@@ -282,3 +292,13 @@ def _nothing(
         f"{size(smallest.memory.total - usable)} too few; most is {part[0]}, {size(part[1])}. Take "
         "more devices, fewer rows or positions, or devices with more memory"
     )
+
+
+def _why_not_divided(model: Description, devices: int, fixed: Mapping[str, Any]) -> str | None:
+    """Return which of the given numbers does not divide the devices or the rows; None if all do."""
+    for name, value in fixed.items():
+        if name in AXES and devices % value:
+            return f"{name}={value} does not divide {devices:,} devices"
+        if name in ("rows", "microbatches") and model.rows % value:
+            return f"{name}={value} does not divide the {model.rows:,} rows of the batch"
+    return None

@@ -105,6 +105,11 @@ class Tuning:
                 "measure: the programs do not know how to make the model; pass build= to tune, the "
                 "lines of a function build() that returns it"
             )
+        for name, value in (("count", count), ("steps", steps)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"measure({name}={value!r}): a whole number from 1")
+        if device not in (None, "cuda", "cpu"):
+            raise ValueError(f'measure(device={device!r}): write "cuda" or "cpu"')
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         ran: list[Candidate] = []
@@ -120,9 +125,7 @@ class Tuning:
             else:
                 ran.append(dataclasses.replace(candidate, measured=result))
         if not ran:
-            raise ValueError(
-                f"measure: no form runs here: {'; '.join(dropped) or 'none was tried'}"
-            )
+            raise ValueError(f"measure: no form runs here: {'; '.join(dropped)}")
         ran.sort(key=_measured_seconds)
         candidates = (*ran, *self.candidates[count:])
         explained = self.reasons if ran[0].form == self.best.form else ()

@@ -174,8 +174,3 @@ def test_an_encoder_and_a_decoder():
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         tune(model, {"input_ids": ids(8, 16), "labels": ids(8, 16)})
-
-
-def test_a_model_without_blocks():
-    with pytest.raises(ValueError, match="tune: Linear neither names its blocks"):
-        tune(nn.Linear(4, 4, device="meta"), torch.empty(8, 4, device="meta"))

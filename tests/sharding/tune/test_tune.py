@@ -18,7 +18,7 @@ from shardmesh.__main__ import main
 from shardmesh.mesh.topology import Link, Topology
 from shardmesh.sharding.parallel.pipeline.make_schedule import make_schedule
 from shardmesh.sharding.tune import step_time
-from shardmesh.sharding.tune.command import _load
+from shardmesh.sharding.tune.command import _fields, _load
 from shardmesh.sharding.tune.counts import OperatorCounts
 from shardmesh.sharding.tune.description import Description
 from shardmesh.sharding.tune.devices import device_of
@@ -535,3 +535,87 @@ def test_configurations_that_are_no_language_models(kind, message, tmp_path, cap
 def test_values_that_a_form_does_not_take(llama, fix, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         tune(llama, tiny.ids(16), devices=4, fix=fix)
+
+
+@pytest.mark.parametrize(
+    ("fix", "message"),
+    [
+        ({"tp": 3}, "with tp=3: tp=3 does not divide 4 devices"),
+        (
+            {"pp": 1, "rows": 5},
+            "with pp=1, rows=5: rows=5 does not divide the 16 rows of the batch",
+        ),
+    ],
+)
+def test_numbers_that_do_not_divide(llama, fix, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        tune(llama, tiny.ids(16), devices=4, fix=fix)
+
+
+@pytest.mark.parametrize(
+    "text", ["sequence_parallel=True,tp=2", " tp = 2 , sequence_parallel=true"]
+)
+def test_fields_on_the_shell(text):
+    assert _fields(text) == {"tp": 2, "sequence_parallel": True}
+
+
+def test_a_field_without_a_name():
+    with pytest.raises(ValueError, match=re.escape("'=3': write NAME=VALUE, such as tp=8")):
+        _fields("=3")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fix": "tp=2"}, "tune(fix='tp=2'): a dict of fields of a form, such as {'tp': 8}"),
+        ({"near": "tp=2"}, "tune(near='tp=2': pass a Form, such as Form(fsdp=8, tp=2)"),
+        ({"near": Form(pp=0)}, "pp=0: a whole number from 1"),
+        ({"memory": -1}, "tune(memory=-1): bytes of a device, such as 80e9"),
+        ({"loss": lambda output, _: output.logits}, "the loss is a tensor [1, 16, 64]; return"),
+    ],
+)
+def test_arguments_that_are_no_options(llama, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        tune(llama, tiny.ids(16), devices=4, **options)
+
+
+def test_something_that_is_no_module():
+    with pytest.raises(ValueError, match=r"tune: the model is 'llama'; pass an nn\.Module"):
+        tune("llama", tiny.ids(16), devices=4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"form": "fsdp=4"}, "'fsdp=4': pass a Form"),
+        ({"form": Form(fsdp=4, rows=2, microbatches=2, dtype="half")}, "dtype='half': write"),
+        ({"form": Form(fsdp=4, rows=2)}, "4 data ranks with 1 x 2 rows, and the batch has 16"),
+        ({"form": Form(fsdp=3, rows=2)}, "3 data ranks with 1 x 2 rows, and the batch has 16"),
+        ({"form": Form(fsdp=8, rows=2), "rank": 1}, "rank of the pipeline, 0 alone, as the form"),
+        ({"rank": 1.5}, "events(rank=1.5): a rank of the pipeline"),
+        (
+            {"form": Form(pp=2, rows=16), "rank": 2},
+            "events(rank=2): a rank of the pipeline, from 0",
+        ),
+        ({"form": Form(pp=2, rows=16), "rank": -1}, "events(rank=-1)"),
+        ({"form": Form(pp=2, rows=16), "rank": True}, "events(rank=True)"),
+    ],
+)
+def test_arguments_of_events(tuning, arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        tuning.events(**arguments)
+    assert tuning.events(Form(fsdp=8, rows=2))  # of another number of devices
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"count": 0}, "measure(count=0): a whole number from 1"),
+        ({"steps": "3"}, "measure(steps='3'): a whole number from 1"),
+        ({"device": "gpu"}, 'measure(device=\'gpu\'): write "cuda" or "cpu"'),
+    ],
+)
+def test_arguments_of_measure(llama, options, message):
+    tuning = tune(llama, tiny.ids(16), devices=4, fix={"tp": 1, "pp": 1}, build="build = None")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        tuning.measure(**options)
