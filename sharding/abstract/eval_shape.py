@@ -178,8 +178,7 @@ def eval_shape(
         with inside.mesh, PeakMemory("meta") as memory:
             function, args, kwargs = inside.enter(call)
             argument_bytes = memory.live
-            memory.peak = argument_bytes
-            memory.history.clear()
+            memory.restart()
             with comm_report() as report:
                 result = _call_without_values(function, args, kwargs)
             live_bytes = tuple(memory.history)

@@ -24,7 +24,7 @@ from ...mesh.comm.thread_context import thread_context
 from ..tensor.sharded_tensor import ShardedTensor
 from ..trees import tensors_in
 
-# the only operator that is called on the wrapper of a ShardedTensor
+# what makes the wrapper of a ShardedTensor, which has no memory, calls it
 _DETACH = torch.ops.aten.detach.default
 _CONSTANTS = frozenset({torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default})
 
@@ -38,13 +38,13 @@ class PeakMemory(TorchDispatchMode):
     Attributes:
         live: bytes of the tensors that are alive.
         peak: the most that `live` has been.
-        history: `live` after each operator.
     """
 
     def __init__(self, device_type: str) -> None:
         super().__init__()
         self.live, self.peak = 0, 0
-        self.history: list[int] = []
+        self._history: list[int] = []
+        self._made_before: list[tuple[int, int]] = []  # operators before it was found, its bytes
         self._device_type = device_type
         self._bytes: dict[int, int] = {}  # storage -> its bytes; 0 for a stand-in
         self._stand_ins: set[int] = set()
@@ -53,6 +53,9 @@ class PeakMemory(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if any(isinstance(x, ShardedTensor) for x in tensors_in((args,))):
+            # of the wrapper: detach and views of the results of a torch.autograd.Function
+            return func(*args, **kwargs)
         inputs = {storage._cdata: storage for storage in self._storages((args, kwargs))}
         for key, storage in inputs.items():
             if key not in self._bytes and func is not _DETACH:
@@ -63,8 +66,31 @@ class PeakMemory(TorchDispatchMode):
                 self._on_resize(storage)
             elif storage._cdata not in inputs:
                 self._add(storage, stand_in=self._is_stand_in(inputs))
-        self.history.append(self.live)
+        self._history.append(self.live)
         return result
+
+    @property
+    def operators(self) -> int:
+        """How many operators have run."""
+        return len(self._history)
+
+    @property
+    def history(self) -> list[int]:
+        """`live` after each operator."""
+        history = list(self._history)
+        later = 0  # bytes of what was found after an operator
+        found = list(self._made_before)
+        for index in reversed(range(len(history))):
+            while found and found[-1][0] > index:
+                later += found.pop()[1]
+            history[index] += later
+        return history
+
+    def restart(self) -> None:
+        """Forget peak and history; what is alive counts on."""
+        self.peak = self.live
+        self._history.clear()
+        self._made_before.clear()
 
     def of(self, tree: Any) -> int:
         """Return the bytes of a tree's tensors (tuple, list, dict); shared memory counts once."""
@@ -87,7 +113,11 @@ class PeakMemory(TorchDispatchMode):
 
     def _grow(self, count: int, made_before: bool = False) -> None:
         self.live += count
-        self.peak = self.peak + count if made_before else max(self.peak, self.live)
+        if made_before:
+            self.peak += count
+            self._made_before.append((len(self._history), count))
+        else:
+            self.peak = max(self.peak, self.live)
 
     def _on_resize(self, storage: Any) -> None:
         key = storage._cdata

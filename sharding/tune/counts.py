@@ -30,7 +30,7 @@ from ..ops.rules.nn.attention import attention_with_dropout
 from ..tensor.sharded_tensor import ShardedTensor, local_of
 from ..trees import tensors_in
 
-_GROUPED = frozenset({"_grouped_mm", "_scaled_grouped_mm"})
+GROUPED = frozenset({"_grouped_mm", "_scaled_grouped_mm"})  # products
 # They move nothing. Results of collectives are zeroed by worlds without other ranks alone.
 _FREE = frozenset({"detach", "alias", "lift_fresh", "_unsafe_view", "zero_"})
 _FREE |= {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
@@ -226,7 +226,7 @@ class OperatorCounts(TorchDispatchMode):
         count = flop_registry.get(packet)
         if count is not None:
             self._record(name, "matmul", count(*args, **kwargs, out_val=result), args, result)
-        elif name in _GROUPED:  # not in torch's registry
+        elif name in GROUPED:  # not in torch's registry
             self._record(name, "matmul", _grouped_flops(*args[:2]), args, result)
         elif not func.is_view and name not in _FREE:
             self._record(name, "other", 0, (args, kwargs), result)

@@ -34,7 +34,7 @@ from ..tensor.sharded_tensor import ShardedTensor
 from ..trees import map_tensors, tensors_in
 from .counts import CountedWithoutValues, OperatorCounts, Phase, Progress, by_op
 from .plans import own_plan, plan_of_copy, sequence_plan, styles_of
-from .repeated import kinds_of, shorten
+from .repeated import Repetition, kinds_of, shorten
 from .variants import backward_transient, compile_tape, eager, fused, received_in_block, select
 
 Loss = Callable[[Any, Any], Any]
@@ -178,6 +178,7 @@ class Description:
         layers: the number of blocks.
         indices_of_kinds: the indices of the blocks of each kind, see `BlockList.kinds`.
         kinds: of how many kinds they are.
+        repetition: how the kinds repeat.
         blocks: the path of their list.
         units: the `units` of `fully_shard` that are these blocks alone: "auto", or their classes.
         parameters: elements of all parameters; `table` those of embeddings.
@@ -229,6 +230,7 @@ class Description:
         self.layers = len(parent)
         self.indices_of_kinds = kinds_of(model, self.blocks)
         self.kinds = len(self.indices_of_kinds)
+        self.repetition = Repetition.of([self.block_like(index) for index in range(self.layers)])
         self.parameters = sum(x.numel() for x in model.parameters())
         self.table = sum(
             inner.weight.numel() for inner in model.modules() if isinstance(inner, nn.Embedding)

@@ -3,21 +3,20 @@
     ranks           0; of a pipeline also the one that needs most by the formulas, and the last, if
                     it needs nearly as much
     blocks          up to 8     of all, or on a rank: the program as it is
-                    more        with 4 and 6, in pipelines with 2 and 3 on a rank, or with 1 and 2
-                                in each of several stages; the rest follows on a line
-    kinds           several     with 2 of each, and with one more of each; likewise
+                    more        with 4 and 6, of several kinds with two numbers of whole periods, in
+                                pipelines with 3 and 4 in each stage; the rest follows on a line
     microbatches    1 and 2     as they are
                     more        with 1 and 2, with dp 2 and 3, in a pipeline with enough to fill it
                                 and with more; later ones receive and hold what the last does
 
-Bytes are exact. The peak is the larger of several sums that grow with the number of blocks, and a
-line through two of its values may pass below it, if another sum is the largest with more blocks.
+Bytes are exact. The peak is the largest of the moments of a step, each on a line of its own: with
+few blocks and a large vocabulary the step needs most at the loss, with many blocks in one of them.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -40,13 +39,13 @@ from .counts import FUSED_ON_META, WithoutValues
 from .description import Description, default_loss, stage_layers
 from .form import Form
 from .memory import memory_of, peak_memory, stages_of_rank
+from .moments import Moment, MomentsOfMemory, Place
 from .program import mesh_axes, program_text
 from .step_time import StepTimes
 
 _MOST_BLOCKS = 8  # on a rank, that run as they are
-_FEW, _MORE = 4, 6  # blocks of a shorter model
-_FEW_ON_RANK = 2
-_FEW_OF_KIND = 2
+_FEW, _LONGER_BY = 4, 2  # blocks of a shorter model, at least
+_FEW_IN_STAGE = 3, 4  # likewise, in each stage of a pipeline
 _NEARLY = 0.9  # of the memory of the rank that needs most by the formulas
 _SHARDS = frozenset({"fsdp", "cp", "ep"})
 _SMALL = 64  # bytes of a collective of a few numbers: a loss, the norm of gradients
@@ -57,23 +56,32 @@ class ProgramCosts:
     """What a step of the program needs on a rank.
 
     Attributes:
-        peak: the most bytes of tensors that are alive at one time.
+        peaks: the most bytes of tensors that are alive, by moment.
         received: bytes received over each axis, as in `StepTime.moved`.
         launches: collectives over each axis, without those of a few numbers.
     """
 
-    peak: float
+    peaks: Mapping[Moment, float]
     received: dict[str, float]
     launches: dict[str, float]
 
+    @property
+    def peak(self) -> float:
+        """The most bytes of tensors that are alive at one time."""
+        return max(self.peaks.values())
+
     def plus(self, other: ProgramCosts, factor: float = 1) -> ProgramCosts:
-        """Return `self + factor * other`."""
+        """Return `self + factor * other`, of the moments that both have."""
 
         def sums(one: dict[str, float], two: dict[str, float]) -> dict[str, float]:
             return {axis: one.get(axis, 0.0) + factor * two.get(axis, 0.0) for axis in one | two}
 
         return ProgramCosts(
-            self.peak + factor * other.peak,
+            {
+                at: self.peaks[at] + factor * other.peaks[at]
+                for at in self.peaks
+                if at in other.peaks
+            },
             sums(self.received, other.received),
             sums(self.launches, other.launches),
         )
@@ -154,21 +162,28 @@ def evaluate(form: Form, model: Description) -> CostsByRank:
     if reason is not None:
         raise NotEvaluatedError(reason)
     blocks = _own_blocks(form, model)
+    ranks = tuple(blocks)
     if max(blocks.values()) <= _MOST_BLOCKS:
-        return _of_microbatches(form, model, tuple(blocks))
-    if model.kinds > 1:
-        return _of_kinds(form, model)
-    few, more = _FEW, _MORE  # on a rank
+        return _of_microbatches(form, model, ranks)
     if form.pp > 1:
-        few = max(_FEW_ON_RANK, form.stages)
-        more = few + form.stages
+        few, more = (count * form.stages for count in _FEW_IN_STAGE)
+        counts: Mapping[int, float] = blocks
+    else:
+        period = model.repetition.period
+        few = -(-_FEW // period)
+        more = few - (-_LONGER_BY // period)
+        counts = {0: model.repetition.periods}
+        if more >= model.repetition.periods:
+            return _of_microbatches(form, model, ranks)
     first, second = (
-        _of_microbatches(form, _shortened(model, [0] * (count * form.pp)), tuple(blocks))
+        _of_microbatches(
+            form, _shortened(form, model, count), ranks, _places(form, model, few, count)
+        )
         for count in (few, more)
     )
     return {
         rank: _on_line(first[rank], second[rank], (count - few) / (more - few))
-        for rank, count in blocks.items()
+        for rank, count in counts.items()
     }
 
 
@@ -184,31 +199,14 @@ def _own_blocks(form: Form, model: Description) -> dict[int, int]:
     }
 
 
-def _of_kinds(form: Form, model: Description) -> CostsByRank:
-    """Return what a model with blocks of several kinds needs: a line for the number of each."""
-    kinds = model.indices_of_kinds
-    few = [indices[:_FEW_OF_KIND] for indices in kinds]
-
-    def run(chosen: Sequence[Sequence[int]]) -> CostsByRank:
-        blocks = sorted(index for indices in chosen for index in indices)
-        return _of_microbatches(form, _shortened(model, blocks), (0,))
-
-    first = run(few)
-    costs = dict(first)
-    for kind, indices in enumerate(kinds):
-        if len(indices) <= _FEW_OF_KIND:
-            continue
-        one_more = [*few[:kind], indices[: _FEW_OF_KIND + 1], *few[kind + 1 :]]
-        for rank, more in run(one_more).items():
-            steps = len(indices) - _FEW_OF_KIND
-            costs[rank] = costs[rank].plus(more.plus(first[rank], -1), steps)
-    return costs
-
-
-def _shortened(model: Description, blocks: list[int]) -> Description:
-    short = model.shortened(blocks)
+def _shortened(form: Form, model: Description, count: int) -> Description:
+    """Return the model with so many blocks on a rank, or without a pipeline so many periods."""
+    if form.pp > 1:
+        blocks = [0] * (count * form.pp)
+    else:
+        blocks = model.repetition.blocks_of(count)
     return Description(
-        short,
+        model.shortened(blocks),
         model.batch,
         loss=model.loss,
         plan=model.plan,
@@ -217,21 +215,46 @@ def _shortened(model: Description, blocks: list[int]) -> Description:
     )
 
 
+def _places(form: Form, model: Description, few: int, count: int) -> list[Place | None]:
+    """Return the places that blocks of a shortened model have in each with at least `few`.
+
+    Blocks in the middle, which are those that it has beyond `few`, have none.
+    """
+    repetition = model.repetition
+    if form.pp > 1:
+        in_stage, shortest, first = count // form.stages, few // form.stages, 1
+    else:
+        in_stage, shortest = (len(repetition.blocks_of(n)) for n in (count, few))
+        first = repetition.before + few * repetition.period // 2
+    last = shortest - first
+    places: list[Place | None] = []
+    for stage in range(form.pp * form.stages):
+        places += [(stage, index) for index in range(first)]
+        places += [None] * (in_stage - shortest)
+        places += [(stage, index) for index in range(-last, 0)]
+    return places
+
+
 def _on_line(first: ProgramCosts, second: ProgramCosts, steps: float) -> ProgramCosts:
     """Return `first + steps * (second - first)`."""
     return first.plus(second.plus(first, -1), steps)
 
 
-def _of_microbatches(form: Form, model: Description, ranks: Sequence[int]) -> CostsByRank:
+def _of_microbatches(
+    form: Form,
+    model: Description,
+    ranks: Sequence[int],
+    places: Sequence[Place | None] = (),
+) -> CostsByRank:
     few, more = _few_microbatches(form)
     if form.microbatches <= more:
-        return _run_all(form, model, ranks)
+        return _run_all(form, model, ranks, places)
     first, second = (
-        _run_all(replace(form, microbatches=count), model, ranks) for count in (few, more)
+        _run_all(replace(form, microbatches=count), model, ranks, places) for count in (few, more)
     )
     steps = (form.microbatches - few) / (more - few)
     return {
-        rank: replace(_on_line(first[rank], second[rank], steps), peak=second[rank].peak)
+        rank: replace(_on_line(first[rank], second[rank], steps), peaks=second[rank].peaks)
         for rank in first
     }
 
@@ -249,13 +272,21 @@ def _few_microbatches(form: Form) -> tuple[int, int]:
     return in_round, 2 * in_round
 
 
-def _run_all(form: Form, model: Description, ranks: Iterable[int]) -> CostsByRank:
+def _run_all(
+    form: Form, model: Description, ranks: Iterable[int], places: Sequence[Place | None]
+) -> CostsByRank:
     """Run the program as these ranks; the first one tells the others what enters stages."""
     assumed: dict[Any, Any] = {}
-    return {rank: _run(form, model, rank, assumed) for rank in ranks}
+    return {rank: _run(form, model, rank, places, assumed) for rank in ranks}
 
 
-def _run(form: Form, model: Description, rank: int, assumed: dict[Any, Any]) -> ProgramCosts:
+def _run(
+    form: Form,
+    model: Description,
+    rank: int,
+    places: Sequence[Place | None],
+    assumed: dict[Any, Any],
+) -> ProgramCosts:
     """Run two steps of the program, and count the second.
 
     The first, in a pipeline with one microbatch, makes the optimizer's state.
@@ -265,14 +296,16 @@ def _run(form: Form, model: Description, rank: int, assumed: dict[Any, Any]) -> 
 
     Args:
         rank: of the pipeline.
+        places: of the model's blocks, as in `MomentsOfMemory`; without, the step is one moment.
         assumed: as in `AssumedMetas`; filled by rank 0.
     """
     axes = mesh_axes(form)
     data = tuple(axis for axis in ("dp", "fsdp") if axis in axes)
     spec = P(data or None, "cp" if form.cp > 1 else None)
     dtype = torch.float32 if model.vocabulary is None else torch.int64
-    main = _main(form, model)
     memory = PeakMemory("meta")
+    moments = MomentsOfMemory(memory)
+    main = _main(form, model, moments, places)
     reports: list[CommReport] = []
     measured = ExitStack()
 
@@ -292,7 +325,7 @@ def _run(form: Form, model: Description, rank: int, assumed: dict[Any, Any]) -> 
     with (
         torch.random.fork_rng(devices=[]),  # a step of a pipeline draws a number
         null_world(form.devices, rank * (form.devices // form.pp)) as world,
-        _FlashAttention(),
+        _FlashAttention(moments),
         measured,
     ):
         metas = world.state(AssumedMetas).metas
@@ -300,10 +333,12 @@ def _run(form: Form, model: Description, rank: int, assumed: dict[Any, Any]) -> 
         main(rows_of)
         assumed.update(metas)
     received, launches = _by_axis(reports[0], form)
-    return ProgramCosts(float(memory.peak), received, launches)
+    return ProgramCosts(moments.peaks(), received, launches)
 
 
-def _main(form: Form, model: Description) -> Callable[[Callable[..., Any]], None]:
+def _main(
+    form: Form, model: Description, moments: MomentsOfMemory, places: Sequence[Place | None]
+) -> Callable[[Callable[..., Any]], None]:
     """Return a function that runs two steps of the printed program on "meta" with other data.
 
     Its loss is the caller's, if there is one.
@@ -315,6 +350,8 @@ def _main(form: Form, model: Description) -> Callable[[Callable[..., Any]], None
     if model.loss is not default_loss:
         names["loss_fn"] = lambda output, labels: model.loss(output, _batch_of(model, labels))
     models = [copy.deepcopy(model.model).to(torch.float32)]  # before operators are counted
+    if places:
+        moments.watch(models[0].get_submodule(model.blocks).children(), places)
 
     def main(rows_of: Callable[..., Any]) -> None:
         names.update(build=models.pop, rows_of=rows_of)
@@ -355,13 +392,21 @@ class _FlashAttention(WithoutValues):
     Backward runs inside of it, since blocks that are recomputed call attention there.
     """
 
+    def __init__(self, moments: MomentsOfMemory) -> None:
+        super().__init__()
+        self._moments = moments
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is Tensor.backward and isinstance(args[0], ShardedTensor):
             with self:  # the backward of the part comes back here
-                return ShardedTensor.__torch_function__(func, types, args, kwargs)
+                result = ShardedTensor.__torch_function__(func, types, args, kwargs)
+            self._moments.note("returned")
+            return result
         if func is torch.autograd.backward and not any(issubclass(t, ShardedTensor) for t in types):
-            return backward_inside(self, *args, **kwargs)
+            result = backward_inside(self, *args, **kwargs)
+            self._moments.note("returned")
+            return result
         return super().__torch_function__(func, types, args, kwargs)
 
     def attention(self, *args: Any, **kwargs: Any) -> Tensor:

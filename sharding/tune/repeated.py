@@ -7,7 +7,7 @@ short   [dense, moe]                       one block of each kind
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +92,46 @@ def _lists_by_layer(model: nn.Module, count: int) -> dict[str, Sequence[Any]]:
         and isinstance(values, list | tuple)
         and len(values) == count > len(set(map(str, values)))
     }
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """How the kinds of blocks in a list repeat.
+
+    d d d m m m m m        3 before, periods of m
+    s s f s s f s s        none before, periods of s s f, and 2 blocks of one that is not whole
+
+    Attributes:
+        count: the number of blocks.
+        before: how many come before the first period.
+        period: how many a period has.
+    """
+
+    count: int
+    before: int
+    period: int
+
+    @classmethod
+    def of(cls, kinds: Sequence[Hashable]) -> Repetition:
+        """Return the repetition of the fewest blocks, of kinds in the order of the list."""
+
+        def before(period: int) -> int:
+            repeats = [kinds[i] == kinds[i + period] for i in range(len(kinds) - period)]
+            return next((i + 1 for i in reversed(range(len(repeats))) if not repeats[i]), 0)
+
+        period = min(range(1, len(kinds) + 1), key=lambda period: before(period) + 2 * period)
+        return cls(len(kinds), before(period), period)
+
+    @property
+    def periods(self) -> int:
+        """The number of whole periods."""
+        return (self.count - self.before) // self.period
+
+    def blocks_of(self, periods: int) -> list[int]:
+        """Return the indices of the blocks of a list with fewer periods: the first and the last."""
+        rest = (self.count - self.before) % self.period
+        first = self.before + periods * self.period
+        return [*range(first), *range(self.count - rest, self.count)]
 
 
 def shorten(model: nn.Module, blocks: Mapping[str, Sequence[int]]) -> nn.Module:

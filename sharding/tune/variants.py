@@ -7,7 +7,7 @@ Both are derived from the operators of an eager run, in the order in which they 
                 set of tensors from which backward can compute the rest without products again,
                 which is a minimum cut, as torch's partitioner makes it
     selective   saved are the input of a block, the results of attention, and those of every second
-                product; backward computes the rest of the block again
+                product, grouped ones aside; backward computes the rest of the block again
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from .counts import Kernel, Operation, Tape
+from .counts import GROUPED, Kernel, Operation, Tape
 
 
 class Compiled(NamedTuple):
@@ -244,7 +244,11 @@ class Selective(NamedTuple):
 
 
 def select(forward: Sequence[Operation]) -> Selective:
-    """Return what is saved if attention and every second product of a block are."""
+    """Return what is saved if attention and every second product of a block are.
+
+    Products are those whose flops torch counts, which is how programs tell them: grouped ones, of
+    experts, are not among them.
+    """
     saved: set[int] = set()
     again: list[Operation] = []
     products: dict[int, int] = {}
@@ -252,7 +256,7 @@ def select(forward: Sequence[Operation]) -> Selective:
         if operation.block is None:
             continue
         is_saved = operation.kernel.kind == "attention"
-        if operation.kernel.kind == "matmul":
+        if operation.kernel.kind == "matmul" and operation.name not in GROUPED:
             products[operation.block] = products.get(operation.block, 0) + 1
             is_saved = products[operation.block] % 2 == 1
         if is_saved:

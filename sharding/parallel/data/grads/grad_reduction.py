@@ -131,7 +131,8 @@ class Bucket:
             )
         sums = self.flat.wholes_in(self.deferred)
         pairs = [(x, grad) for x, grad in zip(sums, grads, strict=True) if grad is not None]
-        torch._foreach_add_([x for x, _ in pairs], [grad.to(self.sum_dtype) for _, grad in pairs])
+        # of another dtype, they are converted as they are added: whole copies would take memory
+        torch._foreach_add_([x for x, _ in pairs], [grad for _, grad in pairs])
         self.used.update(i for i, grad in enumerate(grads) if grad is not None)
 
     def pop_deferred(self) -> tuple[Grads, GradBuffer | None]:
