@@ -397,7 +397,7 @@ def test_bytes_of_the_optimizers_step():
         ({"fix": {"zp": 2}}, r"zp=2: a form has the fields pp, dp"),
         ({"memory": 2.1053e9}, r"does not fit on 8 devices h100: .* MB too few; most is .* Take"),
         ({"fix": {"tp": 8}}, r"h100 with tp=8: tp=8 does not divide 4 attention heads"),
-        ({"fix": {"tp": 3}}, r"with tp=3: no sizes of the axes have 8 as their product"),
+        ({"fix": {"tp": 3}}, r"with tp=3: tp=3 does not divide 8 devices"),
         ({"fix": {"pp": 8}}, r"pp=8: 8 stages, and 4 blocks"),
         ({"near": Form(fsdp=8, tp=8)}, r"8 devices h100 near fsdp=8 tp=8 1 x 1: it has 64 devices"),
     ],
