@@ -214,9 +214,12 @@ def check_field(name: str, value: Any) -> None:
 
 
 def check_form(what: str, form: Any) -> None:
-    """Raise ValueError for what is no form, or has a value that a field does not take."""
+    """Raise ValueError for what is no form, or has a value that a field does not take.
+
+    `what` is the function and the argument, such as "tune(near".
+    """
     if not isinstance(form, Form):
-        raise ValueError(f"{what}={shortened(repr(form))}: pass a Form, such as Form(fsdp=8, tp=2)")
+        raise ValueError(f"{what}={shortened(repr(form))}): pass a Form, such as Form(fsdp=8)")
     for name, value in vars(form).items():
         check_field(name, value)
 

@@ -148,8 +148,9 @@ def propose_plan(
         axis: its name in the mesh.
         sequence_parallel: split activations between blocks along dim 1, which moves about as many
             bytes, in more collectives, and takes less memory.
-        loss: a function of output and batch that returns the loss; by default the cross entropy of
-            logits for the batch's first tensor, or the mean of another output.
+        loss: a function of output and batch that returns the loss; by default the loss that the
+            model returns, else the cross entropy of logits for the batch's first tensor, or the
+            mean of another output.
         whole: the share of the model's elements in matrices that may stay whole on every rank.
 
     Raises:

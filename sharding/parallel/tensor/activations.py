@@ -350,7 +350,7 @@ def _on_mesh(
     mesh = _mesh_of_plain(site, module)
     if mesh is None:
         is_whole = where == Replicate() or (isinstance(where, P) and not where.axes)
-        if is_whole and not x.is_floating_point():
+        if is_whole and not x.is_floating_point() and not x.is_complex():
             return x  # such as positions: it counts as replicated where ranks have compared it
         raise TypeError(_ambiguous(site, name, x))
     spec = (

@@ -568,7 +568,7 @@ def test_a_field_without_a_name():
     ("options", "message"),
     [
         ({"fix": "tp=2"}, "tune(fix='tp=2'): a dict of fields of a form, such as {'tp': 8}"),
-        ({"near": "tp=2"}, "tune(near='tp=2': pass a Form, such as Form(fsdp=8, tp=2)"),
+        ({"near": "tp=2"}, "tune(near='tp=2'): pass a Form, such as Form(fsdp=8)"),
         ({"near": Form(pp=0)}, "pp=0: a whole number from 1"),
         ({"memory": -1}, "tune(memory=-1): bytes of a device, such as 80e9"),
         ({"loss": lambda output, _: output.logits}, "the loss is a tensor [1, 16, 64]; return"),
@@ -587,7 +587,7 @@ def test_something_that_is_no_module():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"form": "fsdp=4"}, "'fsdp=4': pass a Form"),
+        ({"form": "fsdp=4"}, "events(form='fsdp=4'): pass a Form"),
         ({"form": Form(fsdp=4, rows=2, microbatches=2, dtype="half")}, "dtype='half': write"),
         ({"form": Form(fsdp=4, rows=2)}, "4 data ranks with 1 x 2 rows, and the batch has 16"),
         ({"form": Form(fsdp=3, rows=2)}, "3 data ranks with 1 x 2 rows, and the batch has 16"),
