@@ -95,6 +95,10 @@ MIXTURES = [
     Form(fsdp=2, ep=2, rows=2, microbatches=2, zero=1),
     Form(fsdp=4, ep=2, rows=2),
     Form(pp=2, fsdp=2, ep=2, rows=1, microbatches=4),
+    Form(ep=2, tp=2, sequence_parallel=True, rows=8),
+    Form(dp=2, ep=2, tp=2, rows=4),
+    Form(pp=2, ep=2, tp=2, sequence_parallel=True, rows=2, microbatches=4),
+    Form(fsdp=2, cp=2, ep=2, rows=4),
 ]
 
 

@@ -22,6 +22,7 @@ from shardmesh.sharding.parallel.data.precision import CPUOffloadPolicy, MixedPr
 from shardmesh.sharding.parallel.experts.experts import Experts
 from shardmesh.sharding.parallel.experts.moe import moe
 from shardmesh.sharding.parallel.experts.router import Routing, load_balance_loss, top_k_routing
+from shardmesh.sharding.parallel.experts.token_wise import token_wise
 from shardmesh.sharding.parallel.experts.transformers_experts import register_moe
 from shardmesh.sharding.parallel.module import distribute_module, shard_parameter
 from shardmesh.sharding.parallel.pipeline.make_schedule import make_schedule
@@ -68,6 +69,7 @@ __all__ = [
     "sequence_parallel",
     "shard_parameter",
     "shard_params",
+    "token_wise",
     "top_k_routing",
     "unbalance_sequence",
     "uneven_inputs",

@@ -11,9 +11,11 @@ several kinds (dense ones before mixtures) are counted one by one and averaged.
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -27,13 +29,16 @@ from ...mesh.text import shortened
 from ..abstract.eval_shape import eval_shape
 from ..layout.layout import Layout
 from ..layout.spec import P
+from ..parallel.data.storage.flat import split_dims
 from ..parallel.data.wrap import AUTO, matching_modules
+from ..parallel.experts.token_wise import token_wise
 from ..parallel.experts.transformers_experts import why_not_moe
 from ..parallel.tensor.plan import parallelize
 from ..tensor.sharded_tensor import ShardedTensor
 from ..trees import map_tensors, tensors_in
 from .counts import CountedWithoutValues, OperatorCounts, Phase, Progress, by_op
-from .plans import own_plan, plan_of_copy, sequence_plan, styles_of
+from .mixtures import OwnRows, mixture_inputs, mixtures
+from .plans import GATHERED, IN_SEQUENCE, own_plan, paths_of, plan_of_copy, sequence_plan, styles_of
 from .repeated import Repetition, kinds_of, shorten
 from .variants import backward_transient, compile_tape, eager, fused, received_in_block, select
 
@@ -52,7 +57,7 @@ class Costs:
 
     Attributes:
         parameters: elements that the rank holds.
-        experts: those of experts among them, on one rank of ep.
+        experts: those of experts among them; of an axis "ep" a rank has a part of these.
         forward, backward: what it computes and sends.
         again: what selective recomputation computes and sends again in backward. It ends where
             autograd last saves something: before the last product of a block, and its last
@@ -258,9 +263,10 @@ class Description:
         self.plan: dict[str, Any] = dict(plan) if plan is not None else own or dict(proposed or {})
         self.sequence_plan = sequence_plan(model, self.blocks, self.plan)
         self._others: dict[torch.dtype, Description] = {}
-        self._costs: dict[tuple[int, bool, bool], ModelCosts] = {}
-        self._stages: dict[tuple[int, bool, int], Stages] = {}
-        self._why_not_tp: dict[tuple[int, bool], str | None] = {}
+        self._costs: dict[tuple[int, bool, bool, bool], ModelCosts] = {}
+        self._stages: dict[tuple[int, bool, int, bool], Stages] = {}
+        self._held_beside: dict[tuple[int, int | None], float] = {}
+        self._why_not_tp: dict[tuple[int, bool, bool], str | None] = {}
 
     def computing_in(self, dtype: str) -> Description:
         """Return the description of the same model that computes in "bfloat16" or "float32"."""
@@ -283,30 +289,109 @@ class Description:
             return path
         return f"{self.blocks}.*.{inside.partition('.')[2]}"
 
-    def plan_of(self, sequence_parallel: bool) -> dict[str, Any]:
-        """Return the plan of tensor parallelism."""
-        return (self.sequence_plan if sequence_parallel else self.plan) or {}
+    def plan_of(
+        self,
+        sequence_parallel: bool,
+        experts_over: tuple[str, ...] | None = None,
+        *,
+        has_tp: bool = True,
+    ) -> dict[str, Any]:
+        """Return the plan of tensor parallelism.
 
-    def costs(self, tp: int, sequence_parallel: bool = False, compiled: bool = False) -> ModelCosts:
-        """Return what the model costs a rank of an axis "tp" of this size. Cached."""
-        key = (tp, sequence_parallel and tp > 1, compiled)
+        Args:
+            has_tp: whether there is an axis "tp"; without one the plan has experts alone.
+            experts_over: the axes over which the stacks of experts are split, in place of what the
+                plan says of experts; None leaves that.
+        """
+        plan: dict[str, Any] = (self.sequence_plan if sequence_parallel else self.plan) or {}
+        plan = plan if has_tp else {}
+        if experts_over is None:
+            return plan
+        plan = {path: x for path, x in plan.items() if not self._is_of_experts(path)}
+        if has_tp and sequence_parallel:
+            plan |= dict.fromkeys(self.norms_of_mixtures, IN_SEQUENCE)
+        return plan | dict.fromkeys(self.expert_weights, P(experts_over))
+
+    @cached_property
+    def norms_of_mixtures(self) -> tuple[str, ...]:
+        """The norms, as patterns, whose results mixtures alone take, and need not whole.
+
+        With sequence parallelism and rows that travel to experts, ranks of tp then compute the rows
+        of their part of the sequence. () if that is not so in all blocks, or if tp splits other
+        layers of a mixture, such as shared experts.
+        """
+        plan = self.sequence_plan or {}
+
+        def step(module: nn.Module, batch: Any) -> tuple[str, ...]:
+            with CountedWithoutValues(OperatorCounts([])):
+                inputs = mixture_inputs(module, partial(call, module, batch))
+            return tuple(sorted({self._pattern(path) for path in inputs}))
+
+        def of_kind(index: int) -> tuple[str, ...]:
+            block = self.model.get_submodule(f"{self.blocks}.{index}")
+            parents = [path.rpartition(".")[0] for path, _ in mixtures(block)]
+            inside = [
+                f"{self.blocks}.{index}.{parent}.{name}"
+                for parent in parents
+                for name, _ in block.get_submodule(parent).named_modules()
+                if parent
+            ]
+            others = [path for path in plan if not self._is_of_experts(path)]
+            if not inside or any(fnmatchcase(x, path) for x in inside for path in others):
+                return ()
+            result: tuple[str, ...] = self.evaluate(step, [index], 1, False).result
+            return result
+
+        norms = {of_kind(members[0]) for members in self.indices_of_kinds} if plan else {()}
+        first = next(iter(norms))
+        is_gathered = all(plan.get(path) == GATHERED for path in first)
+        return first if len(norms) == 1 and is_gathered else ()
+
+    def _is_of_experts(self, pattern: str) -> bool:
+        """Return whether an entry of a plan is for experts alone, or for a part of them."""
+        experts = tuple(path for path, _ in mixtures(self.model))
+        inside = tuple(f"{path}." for path in experts)
+        matched = [path for path in paths_of(self.model) if fnmatchcase(path, pattern)]
+        return bool(matched) and all(path in experts or path.startswith(inside) for path in matched)
+
+    def costs(
+        self,
+        tp: int,
+        sequence_parallel: bool = False,
+        compiled: bool = False,
+        dispatches: bool = False,
+    ) -> ModelCosts:
+        """Return what the model costs a rank of an axis "tp" of this size. Cached.
+
+        Args:
+            dispatches: whether rows travel to experts, which are split over an axis "ep" and "tp":
+                a rank of tp has as many experts as if "ep" had one rank, and computes as many rows
+                as it has of its own. Otherwise the plan says how tp splits experts.
+        """
+        key = (tp, sequence_parallel and tp > 1, compiled, dispatches and tp > 1)
         if key not in self._costs:
             self._costs[key] = self._count(*key)
         return self._costs[key]
 
-    def why_not_tp(self, tp: int, sequence_parallel: bool = False) -> str | None:
+    def why_not_tp(
+        self, tp: int, sequence_parallel: bool = False, dispatches: bool = False
+    ) -> str | None:
         """Return why the model does not run as a rank of an axis "tp"; None if it does. Cached.
 
         Raises:
             ValueError: it does not run with the plan of the caller.
         """
-        key = (tp, sequence_parallel)
+        key = (tp, sequence_parallel, dispatches)
+
+        def count() -> None:
+            self.costs(tp, sequence_parallel, dispatches=dispatches)
+
         if self._is_callers_plan:
-            self.costs(*key)
+            count()
             return None
         if key not in self._why_not_tp:
             try:
-                self.costs(*key)
+                count()
                 self._why_not_tp[key] = None
             except ValueError as error:
                 self._why_not_tp[key] = shortened(str(error).removeprefix("tune: "), 300)
@@ -322,13 +407,17 @@ class Description:
                 "keys and values are sent round for scaled_dot_product_attention, and blocks of "
                 "the model do not call it"
             )
+        if any(path.rsplit(".", 2)[0] == f"{self.blocks}.*" for path in self.expert_weights):
+            return "blocks call experts themselves, for which they would gather sequences"
         return None
 
-    def stages(self, tp: int, sequence_parallel: bool, count: int) -> Stages:
+    def stages(
+        self, tp: int, sequence_parallel: bool, count: int, dispatches: bool = False
+    ) -> Stages:
         """Return the blocks and parameters of each of so many stages. Cached."""
-        key = (tp, sequence_parallel, count)
+        key = (tp, sequence_parallel, count, dispatches)
         if key not in self._stages:
-            costs = self.costs(tp, sequence_parallel)
+            costs = self.costs(tp, sequence_parallel, dispatches=dispatches)
             layers = stage_layers(self.layers, count)
             parameters = [blocks * costs.block.parameters for blocks in layers]
             parameters[0] += costs.first
@@ -338,6 +427,39 @@ class Description:
             self._stages[key] = Stages(tuple(layers), tuple(parameters))
         return self._stages[key]
 
+    def held_beside(self, parts: int, expert_ranks: int | None) -> float:
+        """Return how many elements a rank holds twice in a block, on average. Cached.
+
+        Stacks of several matrices that `fully_shard` splits along dim 1 are no intervals of its
+        buffer, and are held beside the rank's piece of it.
+
+        Args:
+            parts: the number of ranks that share the parameters.
+            expert_ranks: the number of ranks over which experts are split, which are a unit of
+                their own; None if they are in the unit of their block.
+        """
+        key = (parts, expert_ranks)
+        if key not in self._held_beside:
+            self._held_beside[key] = sum(
+                len(members) / self.layers * self._held_beside_in(members[0], *key)
+                for members in self.indices_of_kinds
+            )
+        return self._held_beside[key]
+
+    def _held_beside_in(self, index: int, parts: int, expert_ranks: int | None) -> float:
+        block = self.model.get_submodule(f"{self.blocks}.{index}")
+        shapes = [tuple(x.shape) for x in block.parameters()]
+        if expert_ranks is not None:
+            shapes = [
+                (x.shape[0] // expert_ranks, *x.shape[1:])
+                for _, experts in mixtures(block)
+                for x in experts.parameters()
+            ]
+        dims = split_dims(shapes, parts) if parts > 1 else ()
+        beside = [math.prod(x) for x, dim in zip(shapes, dims, strict=False) if dim and x[0] > 1]
+        # the busiest rank may have a part of them alone
+        return min(sum(beside), sum(map(math.prod, shapes)) / parts)
+
     def shortened(self, blocks: list[int]) -> nn.Module:
         """Return a copy of the model with copies of some of its blocks."""
         return shorten(self.model, {self.blocks: blocks})
@@ -346,14 +468,17 @@ class Description:
         """Return the first row of the batch, without values."""
         return map_tensors(lambda x: torch.empty_like(x[:1], device="meta"), (self.batch,))[0]
 
-    def _count(self, tp: int, sequence_parallel: bool, compiled: bool) -> ModelCosts:
+    def _count(
+        self, tp: int, sequence_parallel: bool, compiled: bool, dispatches: bool
+    ) -> ModelCosts:
+        form = tp, sequence_parallel, compiled, dispatches
         first = self.indices_of_kinds[0][0]
-        one = self._run([first], tp, sequence_parallel, compiled)
+        one = self._run([first], *form)
         average, costs_of_kinds = Costs(), []
         edges = one.costs
         odd_attention = one.odd_attention
         for members in self.indices_of_kinds:
-            two = self._run([first, members[0]], tp, sequence_parallel, compiled)
+            two = self._run([first, members[0]], *form)
             block = two.costs.plus(one.costs, -1)
             average = average.plus(block, len(members) / self.layers)
             costs_of_kinds.append(block)
@@ -394,21 +519,32 @@ class Description:
         blocks: list[int],
         tp: int,
         sequence_parallel: bool,
+        dispatches: bool = False,
     ) -> Any:
         """Run a function of model and batch by `eval_shape`, as a rank of an axis "tp".
 
         Args:
             blocks: those of a copy of the model, which the function gets, with the plan applied.
+            dispatches: as in `costs`.
 
         Raises:
             ValueError: the model cannot run without values.
         """
         mesh = AbstractMesh((tp,), ("tp",))
         model = self.shortened(blocks).to(self.dtype).train()  # as programs do
-        plan = styles_of(plan_of_copy(self.plan_of(sequence_parallel), self.model, model))
+        whole_plan = self.plan_of(sequence_parallel, ("tp",) if dispatches else None)
+        plan = styles_of(plan_of_copy(whole_plan, self.model, model))
 
         def prepared(module: nn.Module) -> nn.Module:
-            return parallelize(module, plan=plan, src_data_rank=None) if tp > 1 else module
+            if tp == 1:
+                return module
+            parallelize(module, plan=plan, src_data_rank=None)
+            if dispatches:
+                for path, experts in list(mixtures(module)):
+                    module.set_submodule(path, OwnRows(experts, "tp"))
+                    if sequence_parallel and self.norms_of_mixtures:
+                        token_wise(module.get_submodule(path.rpartition(".")[0]))
+            return module
 
         def place(x: Tensor) -> Any:
             shape = (1, *x.shape[1:])
@@ -428,11 +564,18 @@ class Description:
                 f"needs: {error}"
             ) from error
 
-    def _run(self, blocks: list[int], tp: int, sequence_parallel: bool, compiled: bool) -> _Run:
+    def _run(
+        self,
+        blocks: list[int],
+        tp: int,
+        sequence_parallel: bool,
+        compiled: bool,
+        dispatches: bool,
+    ) -> _Run:
         def step(module: nn.Module, batch: Any) -> _Run:
             return _run_once(module, batch, self.loss, self.blocks, is_compiled=compiled)
 
-        evaluated = self.evaluate(step, blocks, tp, sequence_parallel)
+        evaluated = self.evaluate(step, blocks, tp, sequence_parallel, dispatches)
         run: _Run = evaluated.result
         transient = evaluated.peak_bytes - evaluated.argument_bytes - run.saved
         return replace(run, transient=max(0.0, transient))
@@ -636,19 +779,6 @@ def _vocabulary(model: nn.Module, first: Tensor) -> int | None:
     return size or next((inner.num_embeddings for inner in embeddings), None)
 
 
-def mixtures(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield paths and modules whose parameters have a slice for each expert.
-
-    Those of transformers do: `num_experts`, and stacks of matrices of so many.
-    """
-    for path, inner in model.named_modules():
-        count = getattr(inner, "num_experts", None)
-        own = list(inner.parameters(recurse=False))
-        is_stack = all(x.ndim > 1 and x.shape[0] == count for x in own)
-        if isinstance(count, int) and is_stack and any(x.ndim == 3 for x in own):
-            yield path, inner
-
-
 class _EndOfBackward(torch.autograd.Function):
     """Identity; calls a function in backward."""
 
@@ -741,7 +871,7 @@ class _Places:
         """Note what goes to experts; a call has rows, and the experts of each."""
         tensors = [x for x in args if isinstance(x, Tensor)]
         if len(tensors) < 2 or isinstance(tensors[0], ShardedTensor):
-            return None  # counts are those of experts that are whole
+            return None  # which the plan splits inside of each expert, and no rows travel
         rows, choices = tensors[:2]
         self.dispatched += choices.numel() * rows.shape[-1] * rows.element_size()
         self._set_in_experts(True)

@@ -177,11 +177,11 @@ def why_no_order(form: Form, model: Description) -> str | None:
         return "compiled blocks have their gradients in an order of their own"
     if form.regather:
         return "the program saves what it gathers"
-    if form.tp > 1 and model.experts:
+    if form.tp > 1 and model.experts and form.ep == 1:
         return "programs run experts otherwise than what is counted if tp > 1"
     if form.recompute != "none" and form.ep > 1:
         return "when a block that is computed again gathers its experts is not predicted"
-    if form.pp > 1 and model.costs(form.tp, form.sequence_parallel).tied:
+    if form.pp > 1 and model.costs(form.tp, form.sequence_parallel, dispatches=form.ep > 1).tied:
         return "when gradients of tied parameters are summed over stages is not predicted"
     return None
 
@@ -237,6 +237,7 @@ class _Step:
         self._at: tuple[Phase, int, int | None] = ("forward", 0, 0)
         self._last_stage = form.pp * form.stages - 1
         axes = mesh_axes(form)
+        self._expert_axes = ",".join(form.expert_axes)
         self._has_buckets = bool({"fsdp", "cp", "ep"} & axes.keys())
         self._is_deferred = form.microbatches > 1 or form.pp > 1  # what accumulate_grads() defers
         self._frees = form.gather == "microbatch" and form.zero == 3
@@ -248,7 +249,7 @@ class _Step:
 
     def _stage(self, stage: int) -> _Stage:
         form, model = self._form, self._model
-        costs = model.costs(form.tp, form.sequence_parallel)
+        costs = model.costs(form.tp, form.sequence_parallel, dispatches=form.ep > 1)
         counts = stage_layers(model.layers, self._last_stage + 1)
         first = sum(counts[:stage])
         shards = _axes(form, ("fsdp", "cp", "ep"))
@@ -261,8 +262,8 @@ class _Step:
             splits = self._order.blocks[model.block_like(index)].splits
             units = [_Unit(f"of block {index}", shards, own, splits)]
             if has_experts:
-                name, axis = f"of experts of block {index}", _axes(form, ("fsdp",))
-                units.append(_Unit(name, axis, kind.experts / form.ep, (False,)))
+                name, axis = f"of experts of block {index}", _axes(form, ("fsdp", "cp"))
+                units.append(_Unit(name, axis, kind.experts / form.ep, (form.tp > 1,)))
             blocks[index] = tuple(units)
         elements = 0.0
         root_splits: list[bool] = []
@@ -418,11 +419,11 @@ class _Step:
             elif mark == ALL and self._sums:
                 self._reduce(stage, unit)
             elif mark == EXPERTS and experts:
-                self._add("all_to_all", "ep", "gradients of rows")
+                self._add("all_to_all", self._expert_axes, "gradients of rows")
                 self._gather_again(stage, experts[0])
                 if self._sums:  # their gradients exist before those of rows travel back
                     self._gather_delayed(stage)
-                self._add("all_to_all", "ep", "gradients of rows")
+                self._add("all_to_all", self._expert_axes, "gradients of rows")
                 self._reduce(stage, experts[0])
             else:
                 self._run_mark(mark)
@@ -559,9 +560,9 @@ class _Step:
             self._pass_keys_and_values(is_backward=is_backward)
         elif mark == EXPERTS:
             if self._form.ep > 1:
-                self._add("all_gather", "ep", "counts of rows")
-                self._add("all_to_all", "ep", "rows")
-                self._add("all_to_all", "ep", "rows")
+                self._add("all_gather", self._expert_axes, "counts of rows")
+                self._add("all_to_all", self._expert_axes, "rows")
+                self._add("all_to_all", self._expert_axes, "rows")
         elif mark not in (OUTPUT, SAVED, WEIGHTS, HALF, ALL):
             self._add(mark, "tp", "gradients" if is_backward else "activations")
 

@@ -45,7 +45,10 @@ class Form:
         cp: ranks that share each sequence, with ring attention.
         tp: ranks that share each matrix product.
         ep: ranks that have experts of their own, and rows of the batch of their own. Rows travel to
-            the ranks of their experts and back. Of experts only those of fsdp share parameters.
+            the ranks of their experts and back. Parameters of experts are shared by the ranks of
+            fsdp and cp alone.
+            With tp > 1 experts are split over the ranks of both, which send a part of the rows
+            each.
         sequence_parallel: activations between layers are split along the sequence over tp.
         schedule: of the pipeline.
         stages: stages on each rank of the pipeline.
@@ -121,6 +124,22 @@ class Form:
         return self.fsdp * self.cp * self.ep
 
     @property
+    def expert_axes(self) -> tuple[str, ...]:
+        """The axes over which experts are split; () if ep is 1."""
+        axes = ("ep", "tp") if self.tp > 1 else ("ep",)
+        return axes if self.ep > 1 else ()
+
+    @property
+    def expert_shards(self) -> int:
+        """The number of ranks that share a parameter of experts, if ep > 1."""
+        return self.fsdp * self.cp
+
+    @property
+    def expert_ranks(self) -> int:
+        """The number of ranks over which experts are split, and their rows travel; 1 if ep is."""
+        return self.ep * self.tp if self.ep > 1 else 1
+
+    @property
     def used_bytes(self) -> int:
         """Bytes of an element of a parameter in use."""
         return _SIZES[self.param_dtype]
@@ -150,10 +169,11 @@ class Form:
     def group(self, axis: str, node: int) -> Group:
         """Return the group of an axis on nodes of so many devices.
 
-        "shards" is fsdp, cp and ep.
+        "shards" is fsdp, cp and ep, "expert_shards" fsdp and cp, "expert_ranks" ep and tp.
         """
-        size = self.shards if axis == "shards" else getattr(self, axis)
-        names = AXES[AXES.index("ep" if axis == "shards" else axis) + 1 :]
+        size: int = getattr(self, axis)
+        innermost = {"shards": "ep", "expert_shards": "cp", "expert_ranks": "tp"}.get(axis, axis)
+        names = AXES[AXES.index(innermost) + 1 :]
         stride = 1
         for name in names:
             stride *= getattr(self, name)
@@ -247,6 +267,8 @@ def why_not(form: Form, model: Description) -> str | None:
         return "sequence parallelism needs tp > 1 and a plan with rowwise layers"
     if form.regather and (not form.sequence_parallel or form.recompute != "none"):
         return "regather needs sequence parallelism, and recompute=none"
+    if form.regather and form.ep > 1:
+        return f"ep={form.ep}: regather does not take the gather of experts' results"
     if form.zero < 3 and (form.shards == 1 or form.pp > 1 or form.dp > 1):
         return f"zero={form.zero} needs fsdp or cp, and neither a pipeline nor dp"
     if form.param_dtype == "float32" and form.dtype == "bfloat16":
@@ -278,7 +300,7 @@ def why_not(form: Form, model: Description) -> str | None:
         if form.microbatches % rounds:
             return f"{form.schedule}: {form.microbatches} microbatches in {rounds} equal rounds"
     if form.tp > 1:
-        reason = model.why_not_tp(form.tp, form.sequence_parallel)
+        reason = model.why_not_tp(form.tp, form.sequence_parallel, form.ep > 1)
         if reason is not None:
             return f"tp={form.tp}: {reason}"
     return None
@@ -288,18 +310,22 @@ def _why_no_experts(form: Form, model: Description) -> str | None:
     """Return why the experts of a model cannot be split over ep; None if they can."""
     if not model.experts:
         return f"ep={form.ep}: the model has no experts"
-    if model.experts % form.ep:
+    own, rest = divmod(model.experts, form.expert_ranks)
+    if rest and form.tp > 1:
+        return (
+            f"ep={form.ep} tp={form.tp}: {form.expert_ranks} ranks do not divide "
+            f"{model.experts:,} experts"
+        )
+    if rest:
         return f"ep={form.ep} does not divide {model.experts:,} experts"
     if model.odd_experts is not None:
         return f"ep={form.ep}: {model.odd_experts}"
-    if form.tp > 1 or form.cp > 1:
-        other = "tp" if form.tp > 1 else "cp"
-        return f"ep={form.ep} {other}={getattr(form, other)}: ep is searched with tp=1 and cp=1"
-    own = model.experts // form.ep
-    if form.zero < 3 and own % form.fsdp:
+    if form.zero < 3 and own % form.expert_shards:
+        axes = [axis for axis in ("ep", "tp", "fsdp", "cp") if axis in form.sizes]
+        sizes = " ".join(f"{axis}={form.sizes[axis]}" for axis in axes)
         return (
-            f"ep={form.ep} fsdp={form.fsdp} zero={form.zero}: {form.fsdp} does not divide the "
-            f"{own} experts of a rank"
+            f"{sizes} zero={form.zero}: {form.expert_shards} does not divide the {own} experts of "
+            "a rank"
         )
     if form.recompute == "selective":
         return f"ep={form.ep}: selective recomputation does not take the exchange of rows"

@@ -4,20 +4,22 @@ With P parameters on the rank's stages and tp rank, n ranks that share them, bfl
 AdamW in float32, or with the bytes of the form's own dtypes; in use are of experts those of the
 rank of ep:
 
-    parameters     4 P / n
+    parameters     4 P / n, and stacks of experts that are no intervals of the buffer once more
     gradients      4 P / n, if an earlier microbatch has made some
     optimizer      8 P / n
     gathered       2 bytes of the outermost unit; in a block's backward also of two blocks, and the
                    gradients of one, of 2 bytes, or of 4 while they are reduced. With gather="step"
-                   6 P. Where n = 1, the copy in use of 2 P. With dp and several microbatches
-                   4 P / n after the last one: gradients in the buffer that dp sums
+                   6 P. Where n = 1, the copy in use of 2 P. After backward the gradients of what
+                   is outside of the blocks and the buffer for them, and 4 P / n: the gradients of
+                   several microbatches in the buffer that dp sums, or what AdamW computes of all
+                   parameters at once
     activations    what a microbatch saves in a block, times blocks and live microbatches; with
                    recomputation the inputs of blocks, and all of one block; what a block's backward
                    computes
     loss           what the head saves, and what its backward holds for a moment
 
-The peak is at the loss, in the backward of one of the last two blocks or of the first, or when dp
-sums the gradients of several microbatches.
+The peak is at the loss, in the backward of one of the last two blocks or of the first, after it, or
+in the optimizer's step.
 """
 
 from __future__ import annotations
@@ -94,10 +96,10 @@ def memory_of(form: Form, model: Description, rank: int) -> Memory:
     """Return what a rank of the pipeline holds at the peak of a step."""
     model = model.computing_in(form.param_dtype)
     kept, reduced = form.kept_bytes, form.reduced_bytes
-    costs = model.costs(form.tp, form.sequence_parallel, form.compiled)
+    costs = model.costs(form.tp, form.sequence_parallel, form.compiled, form.ep > 1)
     scale = form.rows / form.cp
     stages = stages_of_rank(form, rank)
-    split = model.stages(form.tp, form.sequence_parallel, form.pp * form.stages)
+    split = model.stages(form.tp, form.sequence_parallel, form.pp * form.stages, form.ep > 1)
     held = sum(split.parameters[stage] for stage in stages)
     blocks = sum(split.layers[stage] for stage in stages)
     edges = held - blocks * costs.block.parameters
@@ -126,13 +128,12 @@ def memory_of(form: Form, model: Description, rank: int) -> Memory:
     keeps = form.gather == "step" or form.zero < 3
     frees = not keeps and (shards > 1 or form.recompute != "none")
     in_use = edges if frees else used
-    if frees and form.fsdp > 1 and 1 < form.ep < model.experts:
-        # gathered along another dim than that of experts, they are copies that last until backward
-        in_use += blocks * block.experts / form.ep
     sums_whole = form.gather == "step" or (form.zero == 1 and form.microbatches > 1)
     # a rank that has whole parameters uses them as they are, if no dtype differs
     used_bytes = form.used_bytes if shards > 1 or form.param_dtype != form.dtype else 0
     whole = used_bytes * in_use + (reduced * used if shards > 1 and sums_whole else 0.0)
+    if form.dp > 1 and shards == 1 and not frees:  # each microbatch has its copy
+        whole += used_bytes * (used - edges) * (live - 1)
     of_blocks = min(2 if shards > 1 else 1, blocks) * largest if frees else 0.0
     gradients = kept * held / shards
     # Sums of earlier microbatches: none if all forwards come before the first backward, and whole
@@ -147,18 +148,29 @@ def memory_of(form: Form, model: Description, rank: int) -> Memory:
     last = edges - costs.first if has_loss else 0.0
     head = reduction = opened = 0.0
     later = gradients  # when backward comes to the first block
+    sums_pieces = shards > 1 and not sums_whole  # of each unit, when its last gradient exists
     if shards == 1:
         opened = kept * largest  # a buffer that gradients are copied into
-    elif frees:  # gradients of the head wait for those of the embedding
+    elif sums_pieces:  # gradients of the head wait for those of the embedding
         head = used_bytes * last
         later = max(before, gradients - kept * (edges + largest) / shards)
         reduction = reduced * largest
+    if frees and shards > 1:
         of_blocks += costs.largest_block() / shards  # cast for the next gather
     in_blocks = whole + used_bytes * of_blocks + head
-    # all gradients of a block; as they are copied into a buffer, its gathered parameters are freed
-    products = reduction or form.used_bytes * largest + opened
+    # All gradients of a block, and the buffer that they are copied into; gathered parameters are
+    # freed by then.
+    products = form.used_bytes * largest + opened
+    if sums_pieces:
+        products = reduction if frees else products + reduction
     of_experts = 1 + more if block.experts else 1.0
     begin = scale * (again + of_experts * costs.block_transient)
+    if form.ep > 1 and frees:
+        # Experts are a unit of their own: those of the block before are gathered next to the block,
+        # while the gradients of the rest of the block behind it are reduced.
+        others = max(kind.parameters - kind.experts for kind in costs.kinds)
+        in_blocks -= used_bytes * others
+        reduction = reduced * others
     if form.pp > 1:
         begin += scale * costs.stream  # a gradient that is received
     one = scale * saved
@@ -179,21 +191,38 @@ def memory_of(form: Form, model: Description, rank: int) -> Memory:
             heads -= scale * costs.edges.saved
         moments.append((gradients, in_blocks + opened, fewer + begin, heads))
     if live == 1:  # in the first block, when other gradients are there
+        if shards == 1 and not frees:  # whose copies in use are freed
+            in_blocks -= used_bytes * max(0.0, used - edges - largest)
         moments += [
             (later, in_blocks + reduction, one + begin, 0.0),
             (later, in_blocks + products, 0.0, 0.0),
         ]
-    if form.dp > 1 and form.microbatches > 1 and not sums_whole:
-        moments.append((gradients, gradients, 0.0, 0.0))  # in one buffer that dp sums
+    if sums_pieces:  # the gradients of what is outside of the blocks, and the buffer for them
+        at_end = (used_bytes + reduced) * edges + (0.0 if frees else whole)
+        now = max(before, gradients - kept * edges / shards)
+        moments.append((now, at_end, activations * (live - 1) / live, 0.0))
+    at_rest = kept * held / shards
+    # what AdamW computes, or the one buffer that dp sums; copies last until parameters are written
+    copies = used_bytes * in_use if keeps and shards > 1 else 0.0
+    moments.append((at_rest, at_rest + copies, 0.0, 0.0))
     gradients, gathered, activations, loss = max(moments, key=sum)
     return Memory(
-        parameters=kept * held / shards,
+        parameters=at_rest + kept * blocks * _held_beside(form, model),
         gradients=gradients,
-        optimizer=2 * kept * held / shards,
+        optimizer=2 * at_rest,
         gathered=gathered,
         activations=activations,
         loss=loss,
     )
+
+
+def _held_beside(form: Form, model: Description) -> float:
+    """Return how many elements of a block a rank holds twice, see `Description.held_beside`."""
+    if not model.experts or form.zero < 3:
+        return 0.0
+    if form.ep > 1:
+        return model.held_beside(form.expert_shards, form.expert_ranks)
+    return model.held_beside(form.shards, None) if form.tp == 1 else 0.0
 
 
 def peak_memory(form: Form, model: Description) -> tuple[int, Memory]:

@@ -24,7 +24,8 @@ from ..tensor.autograd.leaf_grads import accumulate_grads
 from ..tensor.sharded_tensor import ShardedTensor, local_of
 from ..trees import tensors_in
 from .counts import CountedWithoutValues, OperatorCounts
-from .description import Description, call, mixtures
+from .description import Description, call
+from .mixtures import mixtures
 
 # Marks besides the names of collectives over tp.
 OUTPUT = "output"  # the gradient of the model's output exists
@@ -89,7 +90,7 @@ def model_order(
             marks = _Marks(module, model, own_experts)
             return _Segments(marks.run(batch), *marks.splits())
 
-        return model.evaluate(step, [first, kind], tp, sequence_parallel).result
+        return model.evaluate(step, [first, kind], tp, sequence_parallel, own_experts).result
 
     runs = {kind: run(kind) for kind in kinds}
     edges = runs[first]

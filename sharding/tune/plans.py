@@ -1,7 +1,7 @@
 """Plans of tensor and sequence parallelism of a model, as entries that also print as a program.
 
 {"model.layers.*.self_attn.q_proj": "colwise", ...}      the model's own strings
-{"model.layers.*.input_layernorm": IN_SEQUENCE, ...}     with sequence parallelism
+{"model.layers.*.input_layernorm": GATHERED, ...}        with sequence parallelism
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ STYLES: dict[str, Any] = {
     "colwise()": colwise(),
     'rowwise(out=P(None, "tp"))': rowwise(out=_SEQUENCE),
     'prepare_outputs(P(None, "tp"))': prepare_outputs(_SEQUENCE),
-    "[sequence_parallel(1), prepare_outputs(P())]": [sequence_parallel(1), prepare_outputs(P())],
+}
+IN_SEQUENCE = "sequence_parallel(1)"
+GATHERED = "[sequence_parallel(1), prepare_outputs(P())]"
+STYLES |= {
+    IN_SEQUENCE: sequence_parallel(1),
+    GATHERED: [sequence_parallel(1), prepare_outputs(P())],
 }
 _SPLIT_LOGITS = ("colwise_gather_output", "colwise_rep")
 _SUMMED = ("rowwise", "rowwise_split_input", "rowwise_rep", "embedding_rowwise")
@@ -76,7 +81,7 @@ def sequence_plan(model: nn.Module, blocks: str, plan: Mapping[str, Any]) -> dic
         in_block = inside and parent.removeprefix(f"{blocks}.").isdecimal()
         if in_block or not inside:
             pattern = f"{blocks}.*.{last}" if in_block else name
-            out[pattern] = "[sequence_parallel(1), prepare_outputs(P())]"
+            out[pattern] = GATHERED
     return out
 
 
@@ -86,7 +91,7 @@ def plan_of_copy(plan: Mapping[str, Any], model: nn.Module, copy: nn.Module) -> 
     Entries of layers that only the other blocks have are left out, such as those of shared experts
     where the copy's blocks are dense. Entries that match nothing in the model stay, as errors.
     """
-    whole, short = _paths(model), _paths(copy)
+    whole, short = paths_of(model), paths_of(copy)
     return {
         pattern: style
         for pattern, style in plan.items()
@@ -95,7 +100,8 @@ def plan_of_copy(plan: Mapping[str, Any], model: nn.Module, copy: nn.Module) -> 
     }
 
 
-def _paths(model: nn.Module) -> list[str]:
+def paths_of(model: nn.Module) -> list[str]:
+    """Return the paths of modules, parameters and buffers."""
     parameters = model.named_parameters(remove_duplicate=False)
     buffers = model.named_buffers(remove_duplicate=False)
     return [name for name, _ in (*model.named_modules(), *parameters, *buffers)]

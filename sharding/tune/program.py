@@ -5,12 +5,9 @@ from __future__ import annotations
 import math
 from itertools import accumulate
 
-from ..layout.spec import P
 from .description import Description, stage_layers, takes_use_cache
 from .form import AXES, Form
 from .plans import plan_text, style_text
-
-_SPLIT = P("ep")  # of stacks of matrices
 
 PLACEHOLDER = "PATH/TO/MODEL"  # in programs for a model of which no one said where it is
 
@@ -44,20 +41,21 @@ def program_text(form: Form, model: Description, build: str, node: int) -> str:
     data = [axis for axis in ("dp", "fsdp", "ep") if axis in axes]
     shards = [axis for axis in ("fsdp", "cp", "ep") if axis in axes]
     has_pipeline = "pp" in axes
-    plan = model.plan_of(form.sequence_parallel) if form.tp > 1 else {}
     has_experts = form.ep > 1
+    experts_over = form.expert_axes or None
+    plan = model.plan_of(form.sequence_parallel, experts_over, has_tp=form.tp > 1)
     # experts that are not split compute each rank's own rows, those of the interface
     calls_moe = bool(model.experts) and model.odd_experts is None and form.devices > 1
-    if has_experts:
-        plan = dict.fromkeys(model.expert_weights, _SPLIT)
     units = f'"{model.units}"' if isinstance(model.units, str) else _tuple(list(model.units))
     names = ["MixedPrecisionPolicy"]
     names += ["context_parallel"] if form.cp > 1 else []
     names += ["balance_sequence"] if form.balanced else []
     is_fsdp = bool(shards) and form.zero == 3
     names += ["register_moe"] if calls_moe else []
-    gathers_experts = has_experts and form.zero == 3
-    names += ["fully_shard"] if gathers_experts and form.fsdp == 1 else []
+    in_sequence = has_experts and form.sequence_parallel and bool(model.norms_of_mixtures)
+    splits_tokens = calls_moe and (form.cp > 1 or in_sequence)
+    names += ["token_wise"] if splits_tokens else []
+    names += ["fully_shard"] if has_experts and form.zero == 3 else []
     names += [] if has_pipeline else ["fully_shard" if is_fsdp else "data_parallel", "materialize"]
     names += ["pipeline"] if has_pipeline else []
     names += ["parallelize"] if plan and not has_pipeline else []
@@ -81,7 +79,7 @@ def program_text(form: Form, model: Description, build: str, node: int) -> str:
         *_imports(form),
         "",
         "import shardmesh as sm",
-        f"from shardmesh import P{', compat' if gathers_experts and form.fsdp > 1 else ''}",
+        "from shardmesh import P",
         f"from shardmesh.parallel import {', '.join(sorted({*names}, key=str.lower))}",
         "",
         f"MESH = {{{sizes}}}",
@@ -113,6 +111,7 @@ def program_text(form: Form, model: Description, build: str, node: int) -> str:
         "    model.train()",
     ]
     lines += _recompute_and_compile(form, model)
+    lines += _token_wise(model) if splits_tokens else []
     at = "mesh"
     if has_pipeline:
         at = "inner"
@@ -221,37 +220,35 @@ _BALANCED = [
 
 
 def _use_moe(form: Form) -> list[str]:
-    axis = '"ep"' if form.ep > 1 else "None"
-    return [f"    model.set_experts_implementation(register_moe({axis}))"]
+    axes = _tuple(list(form.expert_axes))
+    return [f"    model.set_experts_implementation(register_moe({axes}))"]
+
+
+def _token_wise(model: Description) -> list[str]:
+    """Return the lines for the modules that call experts, and flatten sequences for them."""
+    names = sorted({path.split(".")[-2] for path in model.expert_weights})
+    has_experts = " or ".join(f'hasattr(module, "{name}")' for name in names)
+    return [
+        "    for module in model.modules():",
+        f"        if {has_experts}:",
+        "            token_wise(module)",
+    ]
 
 
 def _split_experts(form: Form) -> list[str]:
-    """Return the lines of a function that shares experts among the ranks of fsdp.
-
-    With zero=3 each is split in dim 1, as a rank may have fewer experts than there are ranks.
-    """
-    axes = ["dp", "fsdp"] if form.dp > 1 else ["fsdp"]
+    """Return the lines of a function that shares experts among the ranks of fsdp and cp."""
+    axes = [axis for axis in ("fsdp", "cp") if axis in mesh_axes(form)]
+    shards = _tuple(axes)
+    share = f"fully_shard(module, mesh, axes={shards}"
     if form.zero < 3:
-        gradient = ', gradient="fsdp"' if form.zero == 2 else ""
-        options = f'{gradient}, optimizer="fsdp", mp_policy=policy'
-        share = [f"            data_parallel(module, mesh{options})"]
-    elif form.fsdp == 1:
-        share = ['            fully_shard(module, mesh, axes="fsdp", mp_policy=policy)']
-    else:
-        share = [
-            "            compat.fully_shard(",
-            "                module,",
-            f"                mesh=mesh[{_tuple(axes)}],",
-            "                mp_policy=policy,",
-            "                shard_placement_fn=lambda _: compat.Shard(1),",
-            "            )",
-        ]
+        gradient = f", gradient={shards}" if form.zero == 2 else ""
+        share = f"data_parallel(module, mesh{gradient}, optimizer={shards}"
     return [
         "def split_experts(model, mesh, policy):",
-        '    """Make a unit of the experts of each block, which the ranks of fsdp share."""',
+        f'    """Make a unit of the experts of each block, shared over {" and ".join(axes)}."""',
         "    for module in list(model.modules()):",
         '        if hasattr(module, "down_proj") and hasattr(module, "num_experts"):',
-        *share,
+        f"            {share}, mp_policy=policy)",
         "",
         "",
     ]
@@ -413,6 +410,8 @@ def titan_text(form: Form, model: Description) -> str:
         return f"# torchtitan shards parameters, too (zero={form.zero})"
     if form.reduce_dtype != "float32":
         return "# torchtitan sums gradients in float32 alone (reduce_dtype)"
+    if form.ep > 1 and form.cp > 1:
+        return f"# torchtitan splits experts over all of cp (cp={form.cp})"
     if form.regather:
         return "# torchtitan saves what it gathers along the sequence (regather)"
     if form.pp > 1 and stages != form.pp * form.stages:
@@ -428,7 +427,9 @@ def titan_text(form: Form, model: Description) -> str:
         "parallelism.pipeline_parallel_degree": form.pp,
     }
     if form.ep > 1:
-        flags["parallelism.expert_parallel_degree"] = form.ep
+        flags["parallelism.expert_parallel_degree"] = form.expert_ranks
+        if form.tp > 1:
+            flags["parallelism.expert_tensor_parallel_degree"] = 1
     if form.pp > 1:
         flags["parallelism.pipeline_parallel_schedule"] = _TITAN_SCHEDULES[
             form.schedule, form.stages

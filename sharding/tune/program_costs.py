@@ -345,6 +345,7 @@ def _main(
     """
     names: dict[str, Any] = {"__name__": "train"}
     text = program_text(form, model, "def build(): ...", node=form.devices)
+    text = text.replace("lr=3e-4)", "lr=3e-4, foreach=True)")  # the default on accelerators
     exec(compile(text, "train.py", "exec"), names)
 
     if model.loss is not default_loss:

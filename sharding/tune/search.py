@@ -105,7 +105,7 @@ def forms(
             continue
         rows = model.rows // data
         most = min(rows, max_rows or max(_MOST_ROWS, fixed.get("rows", 0)))
-        for ep in allowed("ep", _expert_counts(data, model, fixed, tp * cp)):
+        for ep in allowed("ep", _expert_counts(data, model, fixed, tp)):
             counts = {*_shard_counts(data // ep, node, tp * cp * ep), fixed.get("fsdp", data // ep)}
             for fsdp in allowed("fsdp", sorted(counts)):
                 dp, rest = divmod(data // ep, fsdp)
@@ -153,16 +153,14 @@ def _inner_forms(
             )
 
 
-def _expert_counts(
-    data: int, model: Description, fixed: Mapping[str, Any], inside: int
-) -> list[int]:
-    """Return sizes of ep: of a mixture those that divide its experts, unless tp or cp are used."""
-    most = _MOST_EP if model.experts and inside == 1 else 1
+def _expert_counts(data: int, model: Description, fixed: Mapping[str, Any], tp: int) -> list[int]:
+    """Return sizes of ep: of a mixture those that with tp divide its experts."""
+    most = _MOST_EP if model.experts else 1
     most = max(most, fixed.get("ep", 1))
     return [
         n
         for n in range(1, min(most, data) + 1)
-        if data % n == 0 and (model.experts % n == 0 or "ep" in fixed)
+        if data % n == 0 and (n == 1 or model.experts % (n * tp) == 0 or "ep" in fixed)
     ]
 
 

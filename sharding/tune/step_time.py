@@ -46,7 +46,7 @@ class StepTime:
     Attributes:
         matmul, attention, other: computation.
         tp: collectives over tp.
-        ep: rows of experts, out and back.
+        ep: rows of experts, out and back, over ep and tp.
         fsdp: gathers and reductions over the shards, as far as nothing hides them.
         cp: keys and values, likewise.
         dp: reductions over replicas, likewise.
@@ -176,13 +176,14 @@ class _Elements:
 
 
 class _Sharing:
-    """The ranks that share parameters: of experts, if ep > 1, those of fsdp alone."""
+    """The ranks that share parameters: of experts, if ep > 1, those of fsdp and cp alone."""
 
     def __init__(self, form: Form, prices: Prices) -> None:
         self._ep, self._prices = form.ep, prices
         slower = prices.device.summing("reduce_scatter", form.reduce_dtype)
         self._used, self._reduced = form.used_bytes, slower * form.reduced_bytes
-        self._groups = form.group("shards", prices.node), form.group("fsdp", prices.node)
+        groups = form.group("shards", prices.node), form.group("expert_shards", prices.node)
+        self._groups = groups
 
     def used(self, block: Costs) -> _Elements:
         """Return what a rank uses of a block."""
@@ -240,9 +241,9 @@ class StepTimes:
             rank: of the pipeline; by default the busiest.
         """
         model, prices = self._model.computing_in(form.param_dtype), self._prices
-        costs = model.costs(form.tp, form.sequence_parallel, form.compiled)
+        costs = model.costs(form.tp, form.sequence_parallel, form.compiled, form.ep > 1)
         units = self._units_of(form)
-        split = model.stages(form.tp, form.sequence_parallel, form.pp * form.stages)
+        split = model.stages(form.tp, form.sequence_parallel, form.pp * form.stages, form.ep > 1)
         sharing = _Sharing(form, prices)
         replicas = form.group("dp", prices.node)
         dp_share = 2 * (replicas.size - 1) / replicas.size / form.shards  # of the held bytes
@@ -429,7 +430,7 @@ class StepTimes:
         units = self._units.get(key)
         if units is None:
             model = self._model.computing_in(form.param_dtype)
-            costs = model.costs(form.tp, form.sequence_parallel, form.compiled)
+            costs = model.costs(form.tp, form.sequence_parallel, form.compiled, form.ep > 1)
             in_backward = 1 + 4 / form.used_bytes  # gradients of keys and values in float32
             forward = self._pass(costs.block.forward, costs.block, form, sends=1)
             backward = self._pass(
@@ -473,8 +474,8 @@ class StepTimes:
     def _dispatch(self, costs: Costs, form: Form) -> tuple[_Pass, _Pass]:
         """Return the exchange of a microbatch's rows, out and back, and that of their counts."""
         prices, busiest = self._prices, self._model.imbalance
-        group = form.group("ep", prices.node)
-        rows = form.rows * costs.dispatched * (group.size - 1) / group.size
+        group = form.group("expert_ranks", prices.node)
+        rows = form.rows / form.cp * costs.dispatched * (group.size - 1) / group.size
         counts = 8 * (self._model.experts + 1) * (group.size - 1)  # of the rows for each, int64
         exchange = _Pass(
             ep=prices.waited_for("all_to_all", 2 * busiest * rows, group, launches=2),
@@ -532,7 +533,7 @@ class StepTimes:
             rows, launches, fixed = scale, 1.0, kernel.fixed
             if kernel.of_experts and form.ep > 1:
                 rows, fixed = scale * self._model.imbalance, fixed / form.ep
-                launches = self._model.experts / form.ep
+                launches = self._model.experts / form.expert_ranks
             moving = (kernel.moved * rows + fixed) / (device.bandwidth * device.traffic)
             computing = kernel.flops * rows / (peak * device.matmul)
             launching = launches * (device.launch if launch is None else launch)

@@ -354,7 +354,7 @@ def test_program_with_metrics():
     _ranks(2, program)
 
 
-@pytest.mark.parametrize("axis", ["ep", "fsdp"])
+@pytest.mark.parametrize("axis", ["ep", "fsdp", "cp"])
 def test_program_with_experts_of_transformers(axis):
     transformers = pytest.importorskip("transformers")
     config = transformers.MixtralConfig(
@@ -378,8 +378,17 @@ def test_program_with_experts_of_transformers(axis):
         mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=(axis,))
         model = model_of()
         words = 'register_moe("ep")' if axis == "ep" else "register_moe(None)"
-        _run(words, NAMES | {"P": P, "model": model, "mesh": mesh})
-        logits = model(sm.device_put(tokens, mesh, P(axis))).logits
+        names = NAMES | {"P": P, "model": model, "mesh": mesh}
+        _run(words, names)
+        if axis == "cp":
+            _run("token_wise(", names)
+            ids = sm.device_put(tokens, mesh, P(None, axis))
+            ring = shardmesh.parallel.context_parallel(axis, method="ring")
+            with ring, sm.debug.comm_report() as report:
+                logits = model(ids).logits
+            assert "view" not in report.by_operator, report
+        else:
+            logits = model(sm.device_put(tokens, mesh, P(axis))).logits
         torch.testing.assert_close(logits.full_tensor(), expected, rtol=1e-4, atol=1e-5)
 
     _ranks(2, program)
@@ -390,7 +399,7 @@ def test_names_of_the_page_about_fsdp2():
 
 
 def test_every_program_is_run():
-    assert len(PROGRAMS) == 22
+    assert len(PROGRAMS) == 23
 
 
 # -- the table of forms ----------------------------------------------------------------------------

@@ -482,7 +482,7 @@ class UnitStep:
         self.writer = GradWriter(
             unit.grad_places.sources(unit.plan.parameters),
             unit.is_deferred,
-            at_end=bool(unit.plan.options.stage.parameter),
+            at_end=bool(unit.plan.buckets),
             on_half=None if may_be_unused else unit.schedule.at_half_of_backward,
         )
         self.waits_late = bool(unit.plan.buckets)

@@ -108,7 +108,7 @@ def _of_sharded(
     capacity: float | None,
 ) -> ShardedTensor:
     _check(tokens, routing, leaves, axes, capacity)
-    lead = _token_cuts(tokens._layout, axes)
+    lead = token_cuts(tokens._layout, axes)
     stacked = _expert_cut(leaves, axes)
     inputs: Any = [tokens, *routing, *leaves.values()]
     limit = (
@@ -286,7 +286,7 @@ def _result_layout(x: ShardedTensor, lead: Sequence[Sequence[Cut]], result: Tens
 # -- layouts ---------------------------------------------------------------------------------------
 
 
-def _token_cuts(x: Layout, axes: tuple[str, ...]) -> list[list[Cut]]:
+def token_cuts(x: Layout, axes: tuple[str, ...]) -> list[list[Cut]]:
     """Return the leading dims' cuts; axes not among them split the dim with the longest parts."""
     lead = [list(cuts) for cuts in x.spec.cuts[:-1]]
     missing = [a for a in axes if not any(a in cut.axes for cuts in lead for cut in cuts)]

@@ -231,10 +231,12 @@ def test_a_model_that_is_in_evaluation_mode_is_counted_as_it_trains():
 def test_a_plan_that_does_not_run_leaves_the_forms_without_it(monkeypatch):
     counted = Description.costs
 
-    def costs(self: Description, tp: int, sequence_parallel: bool = False, *args: Any) -> Any:
+    def costs(
+        self: Description, tp: int, sequence_parallel: bool = False, *args: Any, **options: Any
+    ) -> Any:
         if sequence_parallel:
             raise ValueError("tune: the model cannot run without values as a rank of tp=2")
-        return counted(self, tp, sequence_parallel, *args)
+        return counted(self, tp, sequence_parallel, *args, **options)
 
     monkeypatch.setattr(Description, "costs", costs)
     model = tiny.model()

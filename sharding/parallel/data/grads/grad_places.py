@@ -119,7 +119,8 @@ class GradWriter:
         deferred: returns whether this backward does not reduce gradients.
         at_end: write all gradients when the last one exists, freeing each as it is written. By then
             the unit's activations are freed and the buffer takes their memory; a buffer allocated
-            for the first gradient would add to the peak.
+            for the first gradient would add to the peak, that of the outermost unit, with the head
+            of a language model, during all of backward.
         on_half: with `at_end`, called when half of the gradients exist.
 
     Attributes:

@@ -225,6 +225,14 @@ class FlatBucket:
 # --------------------------------------------------------------------------------------------------
 
 
+def split_dims(shapes: Sequence[tuple[int, ...]], parts: int) -> tuple[int, ...]:
+    """Return the dim along which each tensor of a buffer is split over so many ranks.
+
+    See `FlatBucket.dims`.
+    """
+    return _dims_and_layout(shapes, None, parts)[0]
+
+
 def _dims_and_layout(
     shapes: Sequence[tuple[int, ...]], fixed: Sequence[int | None] | None, parts: int
 ) -> tuple[tuple[int, ...], FlatLayout]:

@@ -1,8 +1,12 @@
-"""Gradients are written into the reduction buffer as soon as they are computed."""
+"""Gradients are written into the buffer of their collective.
+
+Whole ones as soon as they are computed, and those that are split when all of the unit are.
+"""
 
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -62,6 +66,7 @@ class _Operators(TorchDispatchMode):
 FORMS = {
     "ddp": lambda model, mesh: data_parallel(model, mesh),
     "zero1": lambda model, mesh: data_parallel(model, mesh, optimizer="a"),
+    "zero2": lambda model, mesh: data_parallel(model, mesh, gradient="a", optimizer="a"),
     "fsdp": lambda model, mesh: fully_shard(model, mesh),
 }
 
@@ -70,30 +75,33 @@ def _mesh() -> sm.DeviceMesh:
     return sm.init_device_mesh("cpu", (2,), axis_names=("a",))
 
 
-@pytest.mark.parametrize("form", ["ddp", "zero1"])
-def test_gradient_is_copied_before_the_next_is_computed(
-    form: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_when_gradients_are_copied(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole ones before the next is computed; a buffer to reduce is not allocated before the end.
+
+    The buffer of the outermost unit, with the head of a language model, would be there during all
+    of backward.
+    """
     put = GradWriter._write
-    logs: dict[Any, list[str]] = {}
+    current = threading.local()
 
     def logged(self: GradWriter, number: int, grad: Tensor, scale: float) -> None:
-        logs[id(self._deferred.__self__.plan.module)].append(f"put {number}")  # type: ignore[attr-defined]
+        current.log.append(f"put {number}")
         put(self, number, grad, scale)
 
     monkeypatch.setattr(GradWriter, "_write", logged)
 
     def program(mesh: sm.DeviceMesh) -> list[str]:
         model: Any = FORMS[form](_Layers(), mesh)
-        logs[id(model)] = model.log
+        current.log = model.log
         model(torch.ones(1, D, requires_grad=True)).sum().backward()
         return model.log
 
+    backward = [f"below {i}" for i in reversed(range(LAYERS))]
+    puts = [f"put {i}" for i in reversed(range(LAYERS))]
+    one_by_one = [event for pair in zip(puts, backward, strict=True) for event in pair]
     for log in sm.simulate(2)(lambda: program(_mesh()))():
-        assert [name for name in log if name.startswith("put")] == [
-            f"put {i}" for i in reversed(range(LAYERS))
-        ]
-        assert all(log.index(f"put {i}") < log.index(f"below {i - 1}") for i in range(1, LAYERS))
+        assert log == (one_by_one if form == "ddp" else [*backward, *reversed(puts)])
 
 
 def test_gradients_of_whole_parameters_are_scaled_and_summed_in_place() -> None:
