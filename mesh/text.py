@@ -25,6 +25,15 @@ _repr.maxlist = _repr.maxtuple = _repr.maxdict = _repr.maxset = 16
 _SECRET = re.compile("TOKEN|KEY|SECRET|PASSW|AUTH|JWT|CREDENTIAL", re.IGNORECASE)
 
 
+class Lines(str):
+    """A text of several lines, which is shown as lines where it is the value of an expression."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
 def is_secret(name: str) -> bool:
     """Return whether a variable of this name may hold a secret, which is neither shown nor sent."""
     return bool(_SECRET.search(name))

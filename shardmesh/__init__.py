@@ -21,6 +21,7 @@ when they are first used:
     sm.ops          rules and layouts of operators
     sm.errors       error classes
     sm.topology     links and their speeds
+    sm.tuning       forms of parallelism, devices, results of tune
     sm.multihost    values of hosts, by JAX's names
     sm.compat       the names of torch.distributed.tensor
 
@@ -100,6 +101,7 @@ if TYPE_CHECKING:
     import shardmesh.random as random
     import shardmesh.topology as topology
     import shardmesh.training as training
+    import shardmesh.tuning as tuning
     from shardmesh.mesh.launch.local_processes import launch
     from shardmesh.mesh.mesh_from_env import mesh_from_env
     from shardmesh.sharding.functional.collectives.ragged import ragged_all_to_all
@@ -131,6 +133,7 @@ _NAMESPACES = (
     "ops",
     "errors",
     "topology",
+    "tuning",
     "multihost",
     "compat",
 )

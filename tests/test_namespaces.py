@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import textwrap
 from collections.abc import Callable
@@ -78,6 +79,18 @@ def _elastic(_: Any) -> None:
         exec(example, {"sm": sm, **names})
 
 
+def _tuning(_: Any) -> None:
+    with torch.device("meta"):
+        model, batch = _Model(), torch.empty(8, 4)
+    model.forward = lambda x: model.blocks[1](model.blocks[0](x))
+    names: dict[str, Any] = {"sm": sm, "dataclasses": dataclasses, "model": model, "batch": batch}
+    (example,) = _examples("shardmesh.tuning")
+    exec(example, names)
+    assert isinstance(names["tuning"], sm.tuning.Tuning)
+    assert isinstance(names["tuning"].best.form, sm.tuning.Form)
+    assert names["tuning"].prices.device.float32 == 494e12
+
+
 def _compat(_: Any) -> None:
     (diff,) = _examples("shardmesh.compat")
     for line in diff.splitlines():
@@ -89,6 +102,7 @@ CHECKS: dict[str, tuple[int, Callable[[Any], None]]] = {
     "shardmesh.parallel": (4, _parallel),
     "shardmesh.checkpoint": (2, _checkpoint),
     "shardmesh.elastic": (1, _elastic),
+    "shardmesh.tuning": (1, _tuning),
     "shardmesh.compat": (1, _compat),
 }
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 import torch
 from torch import nn
 
+from ...mesh.text import Lines
 from ..layout.layout import Layout
 from ..parallel.module_repr import module_rich, module_table, module_tree
 from ..parallel.rank_table import RankTable
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 Style: TypeAlias = Literal["text", "tree", "rich", "picture"]
 _STYLES = ("text", "tree", "rich", "picture")
+_OF_MODULES = {"text": module_table, "tree": module_tree}
 
 
 @overload
@@ -49,10 +51,10 @@ def visualize(
 
     Args:
         x: a tensor or a layout (on an `AbstractMesh`, too) of any number of dims, or a module.
-        style: "text"; "rich", a `rich.table.Table` in which each cell has the colour of the ranks
-            that hold it: notebooks show it, `rich.print` prints it; "picture", a
-            `matplotlib.figure.Figure` with a panel for each page, for up to 64 ranks; or for
-            modules "tree", the text of `repr(module)` with the layout of each tensor.
+        style: "text", which notebooks show as lines; "rich", a `rich.table.Table` in which each
+            cell has the colour of the ranks that hold it: notebooks show it, `rich.print` prints
+            it; "picture", a `matplotlib.figure.Figure` with a panel for each page, for up to 64
+            ranks; or for modules "tree", the text of `repr(module)` with the layout of each tensor.
         path: for "picture", a file to write as well: .png, .svg, .pdf or another format of
             matplotlib.
 
@@ -74,12 +76,12 @@ def visualize(
     """
     _check_style(x, style, path)
     if isinstance(x, nn.Module):
-        return {"text": module_table, "tree": module_tree, "rich": module_rich}[style](x)
+        return module_rich(x) if style == "rich" else Lines(_OF_MODULES[style](x))
     layout = layout_of(x, "visualize")
     if style == "picture":
         return layout_picture(layout, path)
     table = RankTable.of(layout)
-    return table.rich() if style == "rich" else table.text()
+    return table.rich() if style == "rich" else Lines(table.text())
 
 
 def layout_of(x: Any, function: str) -> Layout:

@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from ...mesh.text import shortened, whole_number
-from .description import IMBALANCE
+from .description import IMBALANCE, Loss
 from .devices import DEVICES
 from .form import Form, check_field
 from .program import function_build, hugging_face_build
 from .tune import tune
 
 EXAMPLE = "  python -m shardmesh tune llama/config.json --devices 1024 --node 8 --device h100\n"
-_TRUTH = {"true": True, "false": False}
+_TRUTH = {"true": True, "True": True, "false": False, "False": False}
 _MOST_POSITIONS = 8192  # of a step, unless --seq says otherwise
 _NAMES_OF_POSITIONS = ("max_position_embeddings", "max_seq_len")  # the second one is MPT's
 
@@ -43,7 +43,7 @@ def add_to(commands: Any) -> None:
         "what",
         metavar="WHAT",
         help="a config.json of Hugging Face or its folder; or module:function that returns a model "
-        'on "meta" and a batch',
+        'on "meta", a batch, and perhaps a function of output and batch, the loss',
     )
     add("--devices", required=True, metavar="N", help="the number of devices")
     add("--node", metavar="N", help="devices of a node, 8 by default")
@@ -93,7 +93,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         rows = _count("--batch", arguments.batch)
         positions = _count("--seq", arguments.seq)
         checks = _checks(arguments.check)
-        model, batch, build = _load(arguments.what, rows, positions, devices or 1)
+        model, batch, build, loss = _load(arguments.what, rows, positions, devices or 1)
         measured = _count("--measure", arguments.measure)
         tuning = tune(
             model,
@@ -106,6 +106,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
             near=None if arguments.near is None else _form(arguments.near, devices or 0, batch),
             max_microbatch=_count("--max-microbatch", arguments.max_microbatch),
             imbalance=_factor(arguments.imbalance),
+            loss=loss,
             build=build,
             check=checks,
             top=max(_count("--top", arguments.top) or 1, measured or 1),
@@ -130,14 +131,14 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
 
 def _load(
     what: str, rows: int | None, positions: int | None, devices: int
-) -> tuple[nn.Module, Any, str]:
-    """Return the model on "meta", the batch, and the lines of `build()`."""
+) -> tuple[nn.Module, Any, str, Loss | None]:
+    """Return the model on "meta", the batch, the lines of `build()`, and the loss."""
     path = Path(what)
     if path.exists() or what.endswith(".json"):
         model = _hugging_face(path)
         length = positions or _most_positions(model.config)
         batch = torch.empty(rows or devices, length, dtype=torch.int64, device="meta")
-        return model, batch, hugging_face_build(str(path))
+        return model, batch, hugging_face_build(str(path)), None
     module, colon, function = what.partition(":")
     if colon and (rows or positions):
         raise ValueError(f"--batch and --seq are for a config.json; {what} returns its own batch")
@@ -154,11 +155,17 @@ def _load(
     if not callable(factory):
         raise ValueError(f"{module} has no function {shortened(function)!r}")
     result = factory()
-    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], nn.Module):
+    model, *rest = result if isinstance(result, tuple) else (result,)
+    batch, loss = [*rest, None, None][:2]
+    if not isinstance(model, nn.Module) or not (
+        len(rest) == 1 or (len(rest) == 2 and callable(loss))
+    ):
         raise ValueError(
-            f"{what} returned {type(result).__name__}; it returns a model on meta and a batch"
+            f"{what} returned {', '.join(type(value).__name__ for value in (model, *rest))}; it "
+            "returns a model on meta and a batch, and perhaps a loss, a function of output and "
+            "batch"
         )
-    return *result, function_build(what)
+    return model, batch, function_build(what), loss
 
 
 def _most_positions(config: Any) -> int:
@@ -229,8 +236,8 @@ def _fields(text: str) -> dict[str, Any]:
     """
     values: dict[str, Any] = {}
     for part in text.split(",") if text else []:
-        name, _, value = part.partition("=")
-        if not value:
+        name, _, value = (word.strip() for word in part.partition("="))
+        if not name or not value:
             raise ValueError(f"{shortened(part)!r}: write NAME=VALUE, such as tp=8")
         number = whole_number(value)
         values[name] = _TRUTH.get(value, value) if number is None else number

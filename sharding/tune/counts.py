@@ -344,7 +344,9 @@ class WithoutValues(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is Tensor.__bool__ and args[0].is_meta:
+        # a ShardedTensor reads the item of its part
+        is_condition = func is Tensor.item and args[0].dtype == torch.bool
+        if (func is Tensor.__bool__ or is_condition) and args[0].is_meta:
             return True
         if func is F.scaled_dot_product_attention:
             if any(isinstance(x, ShardedTensor) for x in args):

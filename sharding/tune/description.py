@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +45,7 @@ from .repeated import Repetition, kinds_of, shorten
 from .variants import backward_transient, compile_tape, eager, fused, received_in_block, select
 
 Loss = Callable[[Any, Any], Any]
+OutputKind = Literal["logits of tokens", "logits", "tensor", "tuple", "dict"]
 
 # Rows of the busiest rank's experts over the mean. pith-train (mlc-ai/pith-train,
 # tools/memory_estimator) measured 1.18 for Qwen3-30B-A3B, 8 of 128 experts and 4,096 tokens, and
@@ -185,12 +187,16 @@ class Description:
         kinds: of how many kinds they are.
         repetition: how the kinds repeat.
         blocks: the path of their list.
+        units: the `units` of `fully_shard` that are these blocks alone: "auto", or their classes.
         parameters: elements of all parameters; `table` those of embeddings.
-        heads, key_value_heads, vocabulary, width: of the configuration; None if it has none.
+        heads, key_value_heads, width: of the configuration; None if it has none.
+        vocabulary: ids are smaller, of the configuration or of the first embedding; None if the
+            first tensor of the batch has no ids.
         experts: of a mixture, the fewest if its blocks have different ones; 0 without mixtures.
         expert_weights: the paths of the weights of experts, as patterns.
         plan: of tensor parallelism; {} if there is none.
         is_plan_proposed: whether that is the proposed one.
+        why_none_proposed: why no plan is, for reasons; "" if that says nothing.
         odd_experts: why programs cannot split them; None if they can.
 
     Raises:
@@ -226,15 +232,8 @@ class Description:
         self.rows = first.shape[0]
         self.one_row_shape = (1, *first.shape[1:])
         self.sequence = first.shape[1] if first.ndim > 1 else 1
-        paths = [path for path, _ in matching_modules(model, AUTO)]
-        self.blocks = paths[0].rpartition(".")[0]
-        parent = model.get_submodule(self.blocks)
-        if not isinstance(parent, nn.ModuleList | nn.Sequential) or len(parent) != len(paths):
-            raise ValueError(
-                f"tune: the blocks of {type(model).__name__} are {paths[:4]}..., which are not the "
-                "entries of one ModuleList; tune takes models whose blocks repeat in one list"
-                f"{_text_model_hint(model)}"
-            )
+        self.blocks, self.units = _list_of_blocks(model)
+        parent: Any = model.get_submodule(self.blocks)
         self.layers = len(parent)
         self.indices_of_kinds = kinds_of(model, self.blocks)
         self.kinds = len(self.indices_of_kinds)
@@ -246,7 +245,7 @@ class Description:
         config = getattr(model, "config", None)
         self.heads: int | None = getattr(config, "num_attention_heads", None)
         self.key_value_heads: int | None = getattr(config, "num_key_value_heads", self.heads)
-        self.vocabulary: int | None = getattr(config, "vocab_size", None)
+        self.vocabulary = _vocabulary(model, first)
         self.width: int | None = getattr(config, "hidden_size", None)
         with_experts = dict(mixtures(model))
         self.experts: int = min((inner.num_experts for inner in with_experts.values()), default=0)
@@ -261,6 +260,7 @@ class Description:
         self.odd_experts: str | None = next((why for why in odd if why is not None), None)
         self._is_callers_plan = plan is not None
         own = own_plan(model)
+        self.why_none_proposed = ""
         self.is_plan_proposed = plan is None and not own and bool(proposed)
         self.plan: dict[str, Any] = dict(plan) if plan is not None else own or dict(proposed or {})
         self.sequence_plan = sequence_plan(model, self.blocks, self.plan)
@@ -500,6 +500,17 @@ class Description:
             odd_attention,
         )
 
+    @cached_property
+    def output_kind(self) -> OutputKind:
+        """What the model returns, see `output_kind_of`."""
+
+        def step(module: nn.Module, batch: Any) -> OutputKind:
+            return output_kind_of(call(module, batch), batch)
+
+        with CountedWithoutValues(OperatorCounts([])):
+            kind: OutputKind = self.evaluate(step, [0], 1, False).result
+        return kind
+
     def block_like(self, index: int) -> int:
         """Return the first block of the same kind as a block."""
         return next(members[0] for members in self.indices_of_kinds if index in members)
@@ -539,9 +550,10 @@ class Description:
 
         def place(x: Tensor) -> Any:
             shape = (1, *x.shape[1:])
+            dtype = self.dtype if x.is_floating_point() else x.dtype  # as units cast their inputs
             if tp > 1:
-                return Layout.of(mesh, P(), shape, x.dtype)
-            return torch.empty(shape, dtype=x.dtype, device="meta")
+                return Layout.of(mesh, P(), shape, dtype)
+            return torch.empty(shape, dtype=dtype, device="meta")
 
         try:
             model = eval_shape(prepared, model, mesh=mesh).result
@@ -596,6 +608,9 @@ def _run_once(model: nn.Module, batch: Any, loss: Loss, blocks: str, *, is_compi
         with counts, hooks, comm_report() as report:
             counts.report = report
             value = loss(call(model, batch), batch)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            shape = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise ValueError(f"tune: the loss is {shape}; return a tensor with one element")
         counts.add_communication(report)
         forward, counts.phase = counts.phase, Phase()
         forward_operations, counts.tape.operations = counts.tape.operations, []
@@ -666,6 +681,50 @@ def call(model: nn.Module, batch: Any) -> Any:
     return model(batch, **options)
 
 
+def _list_of_blocks(model: nn.Module) -> tuple[str, str | tuple[str, ...]]:
+    """Return the path of the list whose entries are the blocks, and `Description.units`.
+
+    Modules that a model of Hugging Face does not split besides, such as the embeddings of BERT, are
+    no blocks.
+
+    Raises:
+        ValueError: there is none, or several, as an encoder and a decoder have.
+    """
+    name = type(model).__name__
+    try:
+        paths = [path for path, _ in matching_modules(model, AUTO)]
+    except ValueError:
+        raise ValueError(
+            f"tune: {name} neither names its blocks, as models of Hugging Face do in "
+            "_no_split_modules, nor has it a ModuleList of blocks of one class; tune takes models "
+            "whose blocks repeat in one list"
+        ) from None
+    parents = Counter(path.rpartition(".")[0] for path in paths)
+    lists = {
+        path: entries
+        for path, entries in ((path, model.get_submodule(path)) for path in parents)
+        if isinstance(entries, nn.ModuleList | nn.Sequential) and len(entries) == parents[path]
+    }
+    if not lists:
+        raise ValueError(
+            f"tune: the blocks of {name} are {paths[:4]}..., which are not the entries of one "
+            "ModuleList; tune takes models whose blocks repeat in one list"
+            f"{_text_model_hint(model)}"
+        )
+    if len(lists) > 1:
+        counts = " and ".join(f"{path} ({len(entries)})" for path, entries in lists.items())
+        hint = _text_model_hint(model) or (
+            '. sm.propose_plan, fully_shard(units="auto") and pipeline take it'
+        )
+        raise ValueError(
+            f"tune: {name} has {len(lists)} lists of blocks, {counts}; tune takes models whose "
+            f"blocks repeat in one list{hint}"
+        )
+    ((path, entries),) = lists.items()
+    classes = tuple(dict.fromkeys(type(block).__name__ for block in entries))
+    return path, AUTO if len(entries) == len(paths) else classes
+
+
 def _text_model_hint(model: nn.Module) -> str:
     """Return what to do with a model of Hugging Face of which a language model is one part."""
     config: Any = getattr(model, "config", None)
@@ -681,20 +740,50 @@ def takes_use_cache(model: nn.Module) -> bool:
 
 
 def default_loss(output: Any, batch: Any) -> Any:
-    """Return the loss of a language model's logits, or the mean of another output.
+    """Return the loss that the model returns; else that of its logits, or the mean of its output.
 
+    The model's own is `output.loss`, or the first scalar of a tuple, list or dict that it returns.
     Of logits of models of Hugging Face, one row for each element of the batch's first tensor, it is
     the cross entropy in float32 with targets of that tensor's shape.
     """
+    own = getattr(output, "loss", None)
+    if isinstance(own, Tensor):
+        return own
+    kind = output_kind_of(output, batch)
+    if kind == "logits of tokens":
+        targets = next(iter(tensors_in((batch,))))
+        return F.cross_entropy(output.logits.float().transpose(1, 2), targets)
+    if kind == "logits":
+        return output.logits.float().mean()
+    results = list(tensors_in((output,)))
+    scalars = (x for x in results if x.ndim == 0 and x.is_floating_point())
+    scalar = next(scalars, None)
+    return results[0].float().mean() if scalar is None else scalar
+
+
+def output_kind_of(output: Any, batch: Any) -> OutputKind:
+    """Return what a model returns: a tensor, or something else that holds tensors.
+
+    "logits" are those of an output of Hugging Face, and "logits of tokens" if there is a row of
+    them for each element of the batch's first tensor, which has ids.
+    """
     logits = getattr(output, "logits", None)
-    targets = next(iter(tensors_in((batch,))))
-    has_ids = not targets.is_floating_point()
-    if logits is not None and has_ids and logits.shape[:-1] == targets.shape:
-        return F.cross_entropy(logits.float().transpose(1, 2), targets)
     if logits is not None:
-        return logits.float().mean()
-    first = output if isinstance(output, Tensor) else next(iter(tensors_in((output,))))
-    return first.float().mean()
+        first = next(iter(tensors_in((batch,))))
+        has_ids = not first.is_floating_point()
+        return "logits of tokens" if has_ids and logits.shape[:-1] == first.shape else "logits"
+    if isinstance(output, Mapping):
+        return "dict"
+    return "tensor" if isinstance(output, Tensor) else "tuple"
+
+
+def _vocabulary(model: nn.Module, first: Tensor) -> int | None:
+    """Return the number of ids that a batch may have; None for one without ids."""
+    if first.is_floating_point():
+        return None
+    size = getattr(getattr(model, "config", None), "vocab_size", None)
+    embeddings = (inner for inner in model.modules() if isinstance(inner, nn.Embedding))
+    return size or next((inner.num_embeddings for inner in embeddings), None)
 
 
 class _EndOfBackward(torch.autograd.Function):

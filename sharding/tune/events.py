@@ -16,10 +16,11 @@ pipeline sends and receives follows from its schedule. It is the order of a step
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ..parallel.data.grads.grad_bucketing import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from ..parallel.pipeline.actions import Action, actions_in
@@ -27,7 +28,7 @@ from ..parallel.pipeline.executor import with_whole_backwards
 from ..parallel.pipeline.gathering import last_backwards
 from ..parallel.pipeline.transport import transfers
 from .description import Description, stage_layers
-from .form import AXES, Form, why_not
+from .form import AXES, Form, check_form, why_not
 from .memory import stages_of_rank
 from .part_order import (
     ALL,
@@ -69,23 +70,82 @@ class Event(NamedTuple):
 
 
 class StepEvents(tuple[Event, ...]):
-    """The events of a step of one rank, in order. `print` shows them by phase."""
+    """The events of a step of one rank, in order.
+
+    `print` shows them by phase, and once where they repeat for other microbatches.
+    """
 
     __slots__ = ()
 
     def __str__(self) -> str:
-        lines: list[str] = []
+        parts = [_Part(*key, tuple(events)) for key, events in groupby(self, lambda x: x[:3])]
         has_stages = any(event.stage for event in self)
-        for (phase, stage, microbatch), events in groupby(self, key=lambda event: event[:3]):
-            of_stage = f"stage {stage}, " if has_stages else ""
-            at = "" if microbatch is None else f" of {of_stage}microbatch {microbatch}"
-            lines.append(f"{phase}{at}")
-            for (op, axis, of), same in groupby(events, key=lambda event: event[3:]):
-                count = sum(1 for _ in same)
-                times = f"{count} x " if count > 1 else ""
-                what = f"{times}{op} over {axis}: {of}" if op else of
-                lines.append(f"    {what}")
+        lines: list[str] = []
+        while parts:
+            count, times, step = _repetition(parts)
+            shown = [line for part in parts[:count] for line in part.lines(has_stages)]
+            if times > 1:
+                further = "one microbatch" if step == 1 else f"{step} microbatches"
+                lines.append(f"{times} times, each time {further} further")
+                shown = [f"    {line}" for line in shown]
+            lines += shown
+            parts = parts[count * times :]
         return "\n".join(lines)
+
+
+class _Part(NamedTuple):
+    """The events of a phase that follow one another."""
+
+    phase: Phase
+    stage: int
+    microbatch: int | None
+    events: tuple[Event, ...]
+
+    def lines(self, has_stages: bool) -> list[str]:
+        of_stage = f"stage {self.stage}, " if has_stages else ""
+        at = "" if self.microbatch is None else f" of {of_stage}microbatch {self.microbatch}"
+        lines = [f"{self.phase}{at}"]
+        for (op, axis, of), same in groupby(self.events, key=lambda event: event[3:]):
+            count = sum(1 for _ in same)
+            times = f"{count} x " if count > 1 else ""
+            lines.append(f"    {times}{op} over {axis}: {of}" if op else f"    {of}")
+        return lines
+
+    def relative(self, first: int) -> tuple[Any, ...]:
+        """Return what is equal for parts that differ in their microbatches alone."""
+        texts = tuple(
+            (event.op, event.axis, _MICROBATCH.sub(lambda x: f"{int(x[1]) - first:+d}", event.of))
+            for event in self.events
+        )
+        number = None if self.microbatch is None else self.microbatch - first
+        return self.phase, self.stage, number, texts
+
+
+_MICROBATCH = re.compile(r"(?<=microbatch )(\d+)")
+_MOST_PARTS = 64  # that repeat together
+
+
+def _repetition(parts: Sequence[_Part]) -> tuple[int, int, int]:
+    """Return how many parts repeat at the beginning, how often, and by how many microbatches.
+
+    The ones that leave the fewest lines; (1, 1, 0) if none does.
+    """
+    best, saved = (1, 1, 0), 0
+    for count in range(1, min(len(parts) // 2, _MOST_PARTS) + 1):
+        first, second = parts[0].microbatch, parts[count].microbatch
+        if first is None or second is None or second <= first:
+            continue
+        step = second - first
+        relative = [part.relative(first) for part in parts[:count]]
+        times = 1
+        while relative == [
+            part.relative(first + times * step)
+            for part in parts[count * times : count * (times + 1)]
+        ]:
+            times += 1
+        if count * (times - 1) > saved:
+            best, saved = (count, times, step), count * (times - 1)
+    return best
 
 
 def step_events(form: Form, model: Description, rank: int = 0) -> StepEvents:
@@ -99,11 +159,14 @@ def step_events(form: Form, model: Description, rank: int = 0) -> StepEvents:
     Raises:
         ValueError: the model cannot take the form; no such rank; or see `why_no_order`.
     """
+    check_form("events(form", form)
     reason = why_not(form, model) or why_no_order(form, model)
     if reason is not None:
         raise ValueError(f"events of {form}: {reason}")
-    if not 0 <= rank < form.pp:
-        raise ValueError(f"events(rank={rank}): a rank of the pipeline, from 0 to {form.pp - 1}")
+    is_number = isinstance(rank, int) and not isinstance(rank, bool)
+    if not is_number or not 0 <= rank < form.pp:
+        ranks = f"from 0 to {form.pp - 1}" if form.pp > 1 else "0 alone, as the form has none"
+        raise ValueError(f"events(rank={rank!r}): a rank of the pipeline, {ranks}")
     order = model_order(model, form.tp, form.sequence_parallel, own_experts=form.ep > 1)
     return StepEvents(_Step(form, model, order, rank).run())
 

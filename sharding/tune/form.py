@@ -233,6 +233,17 @@ def check_field(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value!r}: one of {', '.join(map(str, choices))}")
 
 
+def check_form(what: str, form: Any) -> None:
+    """Raise ValueError for what is no form, or has a value that a field does not take.
+
+    `what` is the function and the argument, such as "tune(near".
+    """
+    if not isinstance(form, Form):
+        raise ValueError(f"{what}={shortened(repr(form))}): pass a Form, such as Form(fsdp=8)")
+    for name, value in vars(form).items():
+        check_field(name, value)
+
+
 def why_not(form: Form, model: Description) -> str | None:
     """Return why a model cannot take a form, in words; None if it can."""
     if form.tp > 1:
@@ -243,7 +254,11 @@ def why_not(form: Form, model: Description) -> str | None:
             if isinstance(count, int) and count % form.tp:
                 return f"tp={form.tp} does not divide {count:,} {name}"
         if not model.plan:
-            return f"tp={form.tp}: the model has no plan of tensor parallelism, nor is one proposed"
+            why = f" ({model.why_none_proposed})" if model.why_none_proposed else ""
+            return (
+                f"tp={form.tp}: the model has no plan of tensor parallelism, nor is one proposed"
+                f"{why}"
+            )
     if form.ep > 1:
         reason = _why_no_experts(form, model)
         if reason is not None:

@@ -46,6 +46,7 @@ def program_text(form: Form, model: Description, build: str, node: int) -> str:
     plan = model.plan_of(form.sequence_parallel, experts_over, has_tp=form.tp > 1)
     # experts that are not split compute each rank's own rows, those of the interface
     calls_moe = bool(model.experts) and model.odd_experts is None and form.devices > 1
+    units = f'"{model.units}"' if isinstance(model.units, str) else _tuple(list(model.units))
     names = ["MixedPrecisionPolicy"]
     names += ["context_parallel"] if form.cp > 1 else []
     names += ["balance_sequence"] if form.balanced else []
@@ -74,7 +75,7 @@ def program_text(form: Form, model: Description, build: str, node: int) -> str:
         '"""',
         "",
         "import torch",
-        *(["import torch.nn.functional as F"] if model.vocabulary else []),
+        *(["import torch.nn.functional as F"] if model.output_kind == "logits of tokens" else []),
         *_imports(form),
         "",
         "import shardmesh as sm",
@@ -134,7 +135,7 @@ def program_text(form: Form, model: Description, build: str, node: int) -> str:
                 "        split_experts(stage, inner, policy)",
             ]
         layer = f"fully_shard(inner, axes={_tuple(shards)}" if shards else "data_parallel(inner"
-        lines += [f'    pipe.{layer}, units="auto", mp_policy=policy)', "    pipe.materialize()"]
+        lines += [f"    pipe.{layer}, units={units}, mp_policy=policy)", "    pipe.materialize()"]
         trained = "pipe"
     else:
         lines += _use_moe(form) if calls_moe else []
@@ -148,7 +149,7 @@ def program_text(form: Form, model: Description, build: str, node: int) -> str:
             layer = f"fully_shard(model, mesh, axes={axes_text}"
         elif shards:
             layer += f", gradient={axes_text}" * (form.zero == 2) + f", optimizer={axes_text}"
-        lines += [f'    {layer}, units="auto", mp_policy=policy)', "    materialize(model)"]
+        lines += [f"    {layer}, units={units}, mp_policy=policy)", "    materialize(model)"]
         trained = "model"
     parameters = "pipe" if has_pipeline else "model.parameters()"
     lines += [
@@ -309,19 +310,32 @@ def _recompute_and_compile(form: Form, model: Description) -> list[str]:
     return [*lines, "    for block in blocks:", "        block.compile()"]
 
 
+_REPLACE = ".float().mean()  # replace this by your loss"
+_LOSSES = {
+    "logits of tokens": "F.cross_entropy(output.logits.float().transpose(1, 2), labels)",
+    "logits": f"output.logits{_REPLACE}",
+    "tensor": f"output{_REPLACE}",
+    "tuple": f"output[0]{_REPLACE}",
+    "dict": f"next(iter(output.values())){_REPLACE}",
+}
+
+
 def _loss_and_data(model: Description, spec: str, form: Form) -> list[str]:
     """Return the lines of the loss and of a step's rows, which the user replaces."""
+    loss = [f"    return {_LOSSES[model.output_kind]}"]
     if model.vocabulary is None:
         shape = (model.rows, *model.one_row_shape[1:])
-        loss = ["    return output.float().mean()  # replace this by your loss"]
         rows = [f"    ids = labels = torch.rand({shape}, generator=generator)"]
-    else:
-        loss = ["    return F.cross_entropy(output.logits.float().transpose(1, 2), labels)"]
+    elif len(model.one_row_shape) == 2:
         rows = [
             "    shape = (ROWS, POSITIONS + 1)",
             f"    tokens = torch.randint({model.vocabulary}, shape, generator=generator)",
             "    ids, labels = tokens[:, :-1], tokens[:, 1:]",
         ]
+    else:
+        shape = (model.rows, *model.one_row_shape[1:])
+        integers = f"torch.randint({model.vocabulary}, {shape}, generator=generator)"
+        rows = [f"    ids = labels = {integers}"]
     return [
         *(["@torch.compile"] if form.compiled else []),
         "def loss_fn(output, labels):",
@@ -353,13 +367,13 @@ def hugging_face_build(config: str) -> str:
 
 
 def function_build(target: str) -> str:
-    """Return the lines of `build()` for "module:function", which returns model and batch."""
+    """Return the lines of `build()` for "module:function", which returns a model and more."""
     module, _, function = target.partition(":")
     return (
         "def build():\n"
         f"    from {module} import {function}\n"
         "\n"
-        f"    model, _ = {function}()\n"
+        f"    model, *_ = {function}()\n"
         "    return model.to(torch.float32)"
     )
 

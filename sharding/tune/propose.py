@@ -148,8 +148,9 @@ def propose_plan(
         axis: its name in the mesh.
         sequence_parallel: split activations between blocks along dim 1, which moves about as many
             bytes, in more collectives, and takes less memory.
-        loss: a function of output and batch that returns the loss; by default the cross entropy of
-            logits for the batch's first tensor, or the mean of another output.
+        loss: a function of output and batch that returns the loss; by default the loss that the
+            model returns, else the cross entropy of logits for the batch's first tensor, or the
+            mean of another output.
         whole: the share of the model's elements in matrices that may stay whole on every rank.
 
     Raises:
@@ -301,7 +302,7 @@ class _Proposal:
             blocks, kind, inside = place
             for position, other in enumerate(positions[blocks.path]):
                 if other == kind:
-                    entries[f"{blocks.path}.{position}.{inside}"] = option.style
+                    entries[f"{blocks.path}.{position}.{inside}".rstrip(".")] = option.style
         return entries
 
     def _patterns(self, entries: Mapping[str, Any]) -> dict[str, Any]:
@@ -315,7 +316,7 @@ class _Proposal:
         matched: dict[str, frozenset[str]] = {}
         for path, style in entries.items():
             place = self._place(path)
-            pattern = path if place is None else f"{place[0].path}.*.{place[2]}"
+            pattern = path if place is None else f"{place[0].path}.*.{place[2]}".rstrip(".")
             if pattern in matched:
                 continue
             others = frozenset(other for other in paths if fnmatchcase(other, pattern))

@@ -9,12 +9,13 @@ from typing import Any
 
 from torch import nn
 
+from ...mesh.text import shortened
 from ...mesh.topology import Topology
 from ..trees import map_tensors
 from . import program_costs
 from .description import IMBALANCE, Description, Loss
 from .devices import Device, device_of
-from .form import Form, check_field, why_not
+from .form import AXES, Form, check_field, check_form, why_not
 from .memory import peak_memory, size
 from .plans import own_plan
 from .prices import Prices
@@ -72,7 +73,8 @@ def tune(
             searched: without {"param_dtype": ...} and the like they are the defaults.
         near: a form whose neighbours are searched, with itself, in place of all forms.
         max_microbatch: the most rows of a microbatch on a data rank.
-        loss: a function of output and batch that returns the loss; by default the cross entropy of
+        loss: a function of output and batch that returns the loss; by default the loss that the
+            model returns (`output.loss`, or a scalar of its outputs), else the cross entropy of
             logits, or the mean of another output.
         plan: a plan of tensor parallelism in place of the model's own, in styles or in strings of
             Hugging Face's. For a model that has none `propose_plan` chooses one.
@@ -105,6 +107,14 @@ def tune(
         _check_count("node", node, 1)
     if max_microbatch is not None:
         _check_count("max_microbatch", max_microbatch, 1)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"tune: the model is {shortened(repr(model))}; pass an nn.Module")
+    if fix is not None and not isinstance(fix, Mapping):
+        raise ValueError(f"tune(fix={fix!r}): a dict of fields of a form, such as {{'tp': 8}}")
+    if near is not None:
+        check_form("tune(near", near)
+    if memory is not None and not memory > 0:
+        raise ValueError(f"tune(memory={memory!r}): bytes of a device, such as 80e9")
     if memory is not None:
         chosen = replace(chosen, memory=memory)
     in_node = node or (topology.node_size if topology is not None else None) or _DEFAULT_NODE
@@ -114,11 +124,13 @@ def tune(
     for name, value in fixed.items():
         check_field(name, value)
     proposed: Mapping[str, Any] = {}
+    why_none = ""
     if plan is None and devices > 1 and fixed.get("tp") != 1 and not own_plan(model):
-        proposed = _proposed(model, batch, loss)
+        proposed, why_none = _proposed(model, batch, loss)
     described = Description(
         model, batch, loss=loss, plan=plan, proposed=proposed, imbalance=imbalance
     )
+    described.why_none_proposed = why_none
     searched = search(described, prices, devices, usable, fixed, max_microbatch, near)
     if not searched.fitting:
         raise _nothing(described, searched, devices, usable, fixed, chosen, near)
@@ -164,8 +176,8 @@ def tune(
     )
 
 
-def _proposed(model: nn.Module, batch: Any, loss: Loss | None) -> Mapping[str, Any]:
-    """Return a plan for the smallest number of ranks that divides the heads; {} if there is none.
+def _proposed(model: nn.Module, batch: Any, loss: Loss | None) -> tuple[Mapping[str, Any], str]:
+    """Return a plan for the smallest number of ranks that divides the heads; else {} and why.
 
     Its styles split layers among any number that does. Of a prime number of heads, such as the 71
     of Falcon, there may be no number that is searched.
@@ -175,12 +187,12 @@ def _proposed(model: nn.Module, batch: Any, loss: Loss | None) -> Mapping[str, A
     count = heads if isinstance(heads, int) and heads > 1 else 2
     size = next(n for n in range(2, count + 1) if count % n == 0)
     if size > MOST_TP:
-        return {}
+        return {}, ""
     try:
         row = map_tensors(lambda x: x[:1], (batch,))[0]
-        return propose_plan(model, row, size, loss=loss)
-    except (ValueError, RuntimeError, NotImplementedError):  # it reads values, or has no layers
-        return {}
+        return propose_plan(model, row, size, loss=loss), ""
+    except (ValueError, RuntimeError, NotImplementedError) as error:  # such as reading values
+        return {}, shortened(str(error), 300)
 
 
 def _check_count(name: str, value: Any, least: int) -> None:
@@ -265,6 +277,8 @@ def _nothing(
         if why is None and near is not None and near.devices != devices:
             why = f"it has {near.devices:,} devices, and none of its neighbours has {devices:,}"
         if why is None:
+            why = _why_not_divided(model, devices, fixed)
+        if why is None:
             why = (
                 f"no sizes of the axes have {devices:,} as their product and numbers of data ranks "
                 f"that divide the {model.rows:,} rows of the batch"
@@ -278,3 +292,13 @@ def _nothing(
         f"{size(smallest.memory.total - usable)} too few; most is {part[0]}, {size(part[1])}. Take "
         "more devices, fewer rows or positions, or devices with more memory"
     )
+
+
+def _why_not_divided(model: Description, devices: int, fixed: Mapping[str, Any]) -> str | None:
+    """Return which of the given numbers does not divide the devices or the rows; None if all do."""
+    for name, value in fixed.items():
+        if name in AXES and devices % value:
+            return f"{name}={value} does not divide {devices:,} devices"
+        if name in ("rows", "microbatches") and model.rows % value:
+            return f"{name}={value} does not divide the {model.rows:,} rows of the batch"
+    return None

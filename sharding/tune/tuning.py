@@ -105,6 +105,11 @@ class Tuning:
                 "measure: the programs do not know how to make the model; pass build= to tune, the "
                 "lines of a function build() that returns it"
             )
+        for name, value in (("count", count), ("steps", steps)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"measure({name}={value!r}): a whole number from 1")
+        if device not in (None, "cuda", "cpu"):
+            raise ValueError(f'measure(device={device!r}): write "cuda" or "cpu"')
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         ran: list[Candidate] = []
@@ -120,9 +125,7 @@ class Tuning:
             else:
                 ran.append(dataclasses.replace(candidate, measured=result))
         if not ran:
-            raise ValueError(
-                f"measure: no form runs here: {'; '.join(dropped) or 'none was tried'}"
-            )
+            raise ValueError(f"measure: no form runs here: {'; '.join(dropped)}")
         ran.sort(key=_measured_seconds)
         candidates = (*ran, *self.candidates[count:])
         explained = self.reasons if ran[0].form == self.best.form else ()
@@ -206,7 +209,7 @@ class Tuning:
         best = self.best
         heading = (
             f"{type(model.model).__name__}: {_parameters(model.parameters)} parameters, "
-            f"{model.layers} blocks; a step of {model.rows:,} rows of {model.sequence:,}"
+            f"{model.layers} blocks; a step of {model.rows:,} rows{_row_text(model.one_row_shape)}"
         )
         cluster = (
             f"{best.form.devices:,} devices {device.name}, nodes of {self.prices.node}; "
@@ -281,7 +284,15 @@ def _measured_seconds(candidate: Candidate) -> Any:
 
 def seconds(value: float) -> str:
     """Return a time with a unit."""
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+    if value >= 1:
+        return f"{value:.2f} s"
+    return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
+
+
+def _row_text(shape: tuple[int, ...]) -> str:
+    """Return the shape of a row, as in " of 8,192" and " of 3 x 224 x 224"."""
+    sizes = " x ".join(f"{size:,}" for size in shape[1:])
+    return f" of {sizes}" if sizes else ""
 
 
 def _parameters(count: int) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ....mesh.comm.current_world import current_world
 from ....mesh.device_mesh import DeviceMesh
@@ -21,6 +22,7 @@ from ..replaced import mark_replaced
 from .unit import Unit, units_in
 
 _NAMED = 4  # modules listed in a message
+_DRAWS = 2**20  # numbers of random tensors that are set aside for an initialiser
 
 
 def materialize(module: nn.Module, init: Callable[[nn.Module], object] | None = None) -> nn.Module:
@@ -87,20 +89,39 @@ def write_initial_values(
     steps = _steps(module, owners, init)
     generators = TorchGenerators(torch.device(mesh.device_type))
     stream = current_world().state(RandomStream)
-    with torch.no_grad(), generators.restored():
+    first_draw = stream.drawn
+    with torch.no_grad(), generators.restored(), _NoElementsElsewhere():
         memory = _Memory(mesh, units)
         for inner in owners.values():
             memory.allocate(inner)
         before = {name: _versions(inner) for name, inner in owners.items()}
         for number, (initialise, inner) in enumerate(steps):
+            # how often the one before has drawn may depend on values that other ranks do not have
+            stream.drawn = first_draw + number * _DRAWS
             # for what is drawn as plain tensors, which are one value on all ranks
             generators.seed(hash_numbers(stream.seed, stream.drawn, number))
             _initialise(initialise, inner)
+        stream.drawn = first_draw + len(steps) * _DRAWS
         if init is None:
             _check_written(owners, before)
         for inner in owners.values():
             memory.restore_plain_params(inner)
         memory.restore_plain_buffers()
+
+
+class _NoElementsElsewhere(TorchFunctionMode):
+    """Inside, `any()` and `all()` of a tensor on other ranks are those of no elements.
+
+    Some initialisers ask whether they have to draw again, such as `nn.init.trunc_normal_`.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_any, is_all = func in (Tensor.any, torch.any), func in (Tensor.all, torch.all)
+        if (is_any or is_all) and len(args) == 1 and not kwargs:
+            x = args[0]
+            if isinstance(x, ShardedTensor) and x.mesh.coordinate is None:
+                return torch.tensor(is_all)
+        return func(*args, **(kwargs or {}))
 
 
 def _post_order(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
@@ -225,12 +246,15 @@ def _initialise(initialise: Init, module: nn.Module) -> None:
 
 
 def _versions(module: nn.Module) -> dict[str, tuple[int, int, int]]:
-    """Return by name a version token of each tensor; writing or replacing the tensor changes it."""
+    """Return by name a version token of each tensor; writing or replacing the tensor changes it.
+
+    What is on "meta" has none: it has no values, and some initialisers do nothing there.
+    """
     named = {
         name: x
         for table in (module._parameters, module._buffers)
         for name, x in table.items()
-        if x is not None
+        if x is not None and not _is_meta(x)
     }
     return {
         name: (id(x), getattr(x, "_local", x)._version, getattr(x, "_data_accesses", 0))

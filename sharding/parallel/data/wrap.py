@@ -132,7 +132,7 @@ def _own_blocks(module: nn.Module) -> Callable[[str, nn.Module], bool]:
         raise ValueError(
             f'units="auto": {type(module).__name__} neither names its blocks, as models of Hugging '
             "Face do in _no_split_modules, nor has it a ModuleList of blocks of one class; name "
-            'them, such as units=Block or units="layers.*"'
+            'them, such as units=Block or units="Block"'
         )
     return lambda _, inner: inner in blocks
 

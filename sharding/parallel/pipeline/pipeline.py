@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ....mesh.comm.agreement import gather_facts
+from ....mesh.comm.null import NullWorld
 from ....mesh.comm.recording.recorder import CommTag
 from ....mesh.comm.thread_context import thread_context
 from ....mesh.context import given_or_current
@@ -36,7 +37,7 @@ from .stage_layers import parallelize_stages, shard_stages
 from .stage_meshes import StageMeshes, make_stage_meshes
 from .stage_rows import RowsOfStages
 from .stage_tensors import StageTensors
-from .stages.precision import merge_precisions, precision_of
+from .stages.precision import assume_for_others, merge_precisions, precision_of
 from .stages.recording import Recorder
 from .stages.split import Split, default_split
 from .stages.stage import Stages
@@ -635,6 +636,8 @@ class Pipeline:
             return
         last = self._staged.num_stages - 1
         precision = precision_of(self.stages.values())
+        if isinstance(self.mesh.world, NullWorld):
+            precision = assume_for_others(precision, self.stages.values(), self.model)
         is_averaged = True
         if self._stage_meshes is not None:
             is_averaged = data.size == self._stage_meshes.data_size(self._places.own)

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from ....mesh.device_mesh import DeviceMesh
 from ...layout.bounded_cache import LayoutCache
 from ...layout.layout import Layout
-from ...layout.spec import Cut, P, Placement, as_placement, placements_to_spec
+from ...layout.spec import Cut, P, Placement, Replicate, as_placement, placements_to_spec
 from ...ops.torch_compile import not_compiled, refuse_jit_trace
 from ...tensor.convert import from_local
 from ...tensor.redistribute import redistribute, redistribute_many
@@ -340,7 +340,7 @@ def _on_mesh(
     """Return a plain tensor with a desired layout as a sharded one; other values unchanged.
 
     Raises:
-        TypeError: a plain tensor whose layout is ambiguous.
+        TypeError: a plain tensor whose layout is ambiguous, but for integers that are to be whole.
     """
     where = desired.to if desired.plain is None else desired.plain
     if where is None or not isinstance(x, Tensor):
@@ -349,6 +349,9 @@ def _on_mesh(
         return _check_has_axis(site, name, x)
     mesh = _mesh_of_plain(site, module)
     if mesh is None:
+        is_whole = where == Replicate() or (isinstance(where, P) and not where.axes)
+        if is_whole and not x.is_floating_point() and not x.is_complex():
+            return x  # such as positions: it counts as replicated where ranks have compared it
         raise TypeError(_ambiguous(site, name, x))
     spec = (
         placements_to_spec([where], (site.axis,), x.ndim) if isinstance(where, Placement) else where

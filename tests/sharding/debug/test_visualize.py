@@ -321,3 +321,17 @@ def test_outside_the_mesh():
     assert set(sm.simulate(3)(program)()) == {
         "\n".join(["f32[5, 2] @ P('a', None) on (a=2)", *table])
     }
+
+
+@pytest.mark.parametrize("style", ["text", "tree"])
+def test_the_value_of_an_expression_is_shown_as_lines(style):
+    """A notebook shows `repr`, or what IPython's printer makes of it."""
+    if style == "tree":
+        text = visualize(nn.Linear(2, 2), style="tree")
+    else:
+        text = visualize(Layout.of(sm.AbstractMesh((2,), ("dp",)), P("dp"), (4,)))
+    assert isinstance(text, str)
+    assert repr(text) == str(text)
+    assert "\n" in f"{visualize(nn.Sequential(nn.Linear(2, 2)), style='tree')!r}"
+    printer = pytest.importorskip("IPython.lib.pretty")
+    assert printer.pretty(text) == str(text)

@@ -145,7 +145,7 @@ def test_stage_layers():
 
 
 def test_a_model_without_blocks_is_an_error():
-    with pytest.raises(ValueError, match="units="):
+    with pytest.raises(ValueError, match="tune: Linear neither names its blocks"):
         Description(nn.Linear(2, 2, device="meta"), torch.empty(1, 2, device="meta"))
 
 

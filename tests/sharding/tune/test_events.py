@@ -85,6 +85,36 @@ def test_events_of_a_tuning():
     assert {event.stage for event in other} == {0}
 
 
+def test_what_repeats_is_printed_once(llama):
+    """All microbatches of one rank, and those of a pipeline between its first and its last."""
+    text = str(step_events(Form(fsdp=2, rows=2, microbatches=4), llama))
+    first = "4 times, each time one microbatch further\n    forward of microbatch 0\n        "
+    assert text.startswith(f"{first}all_gather over fsdp: parameters outside of blocks")
+    assert text.count("forward of microbatch") == text.count("backward of microbatch") == 1
+    text = str(step_events(Form(pp=2, rows=2, microbatches=8), llama))
+    assert text.startswith("forward of microbatch 0\n")
+    assert "\n7 times, each time one microbatch further\n    forward of microbatch 1\n" in text
+    assert "\n    backward of microbatch 0\n        receive over pp: gradients of stage 1" in text
+    assert "\nbackward of microbatch 7\n" in text
+    one = str(step_events(Form(fsdp=2, rows=8), llama))
+    assert "times, each" not in one
+
+
+def test_microbatches_that_are_not_equal_are_printed_one_by_one():
+    """One has an event more; and one is skipped."""
+
+    def event(microbatch: int, of: str = "block 0") -> Event:
+        return Event("forward", 0, microbatch, "", "", of)
+
+    events = StepEvents([event(0), event(1), event(1, "block 1"), event(2), event(4), event(6)])
+    assert str(events).split("\n") == [
+        *("forward of microbatch 0", "    block 0"),
+        *("forward of microbatch 1", "    block 0", "    block 1"),
+        "3 times, each time 2 microbatches further",
+        *("    forward of microbatch 2", "        block 0"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("form", "message"),
     [

@@ -112,8 +112,6 @@ def test_too_few_devices():
     present = torch.cuda.device_count()
     with pytest.raises(ValueError, match=f"this machine has {present}; tune for those"):
         measure_program("", present + 1, device="cuda", steps=1)
-    with pytest.raises(ValueError, match="steps=0; time at least one"):
-        measure_program("", 1, device="cpu", steps=0)
 
 
 @pytest.mark.slow

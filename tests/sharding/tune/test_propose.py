@@ -446,3 +446,21 @@ def test_a_model_that_reads_values():
 def test_a_batch_without_tensors():
     with pytest.raises(ValueError, match="pass a tensor, or a tuple or dict"):
         sm.propose_plan(_Unknown(), "batch", 2)
+
+
+def test_blocks_that_are_layers():
+    """The path of such a layer is that of its block."""
+    blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = blocks
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x).relu()
+            return x
+
+    plan = sm.propose_plan(Model(), torch.empty(4, 8), 2)
+    assert set(plan) == {"blocks.0", "blocks.1", "blocks.2"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from dataclasses import replace
@@ -17,7 +18,7 @@ from shardmesh.__main__ import main
 from shardmesh.mesh.topology import Link, Topology
 from shardmesh.sharding.parallel.pipeline.make_schedule import make_schedule
 from shardmesh.sharding.tune import step_time
-from shardmesh.sharding.tune.command import _load
+from shardmesh.sharding.tune.command import _fields, _load
 from shardmesh.sharding.tune.counts import OperatorCounts
 from shardmesh.sharding.tune.description import Description
 from shardmesh.sharding.tune.devices import device_of
@@ -29,6 +30,7 @@ from shardmesh.sharding.tune.step_time import StepTime, StepTimes
 from tests.sharding.tune import tiny
 from tests.sharding.tune.tiny import transformers
 
+tune_module = importlib.import_module("shardmesh.sharding.tune.tune")  # sm.tune is the function
 tune = partial(sm.tune, check=0)  # programs are evaluated in test_program_costs.py
 
 
@@ -99,7 +101,7 @@ def test_heads_that_no_tp_divides():
         tune(model, tiny.ids(), devices=2, fix={"tp": 2})
 
 
-def test_a_model_of_which_no_plan_is_found():
+def test_a_model_of_which_no_plan_is_found(monkeypatch):
     """Its blocks have no weight that can be split."""
 
     class Scale(nn.Module):
@@ -123,7 +125,14 @@ def test_a_model_of_which_no_plan_is_found():
     model = Scales().to("meta")
     batch = torch.empty(8, 4, 8, device="meta")
     assert tune(model, batch, devices=2).best.form.tp == 1
-    with pytest.raises(ValueError, match="no plan of tensor parallelism, nor is one proposed"):
+    with pytest.raises(ValueError, match=r"no plan of tensor parallelism, nor is one proposed$"):
+        tune(model, batch, devices=2, fix={"tp": 2})
+
+    def propose_plan(*_: Any, **__: Any) -> None:
+        raise ValueError("propose_plan: the reason")
+
+    monkeypatch.setattr(tune_module, "propose_plan", propose_plan)
+    with pytest.raises(ValueError, match=r"nor is one proposed \(propose_plan: the reason\)$"):
         tune(model, batch, devices=2, fix={"tp": 2})
 
 
@@ -388,7 +397,7 @@ def test_bytes_of_the_optimizers_step():
         ({"fix": {"zp": 2}}, r"zp=2: a form has the fields pp, dp"),
         ({"memory": 2.1053e9}, r"does not fit on 8 devices h100: .* MB too few; most is .* Take"),
         ({"fix": {"tp": 8}}, r"h100 with tp=8: tp=8 does not divide 4 attention heads"),
-        ({"fix": {"tp": 3}}, r"with tp=3: no sizes of the axes have 8 as their product"),
+        ({"fix": {"tp": 3}}, r"with tp=3: tp=3 does not divide 8 devices"),
         ({"fix": {"pp": 8}}, r"pp=8: 8 stages, and 4 blocks"),
         ({"near": Form(fsdp=8, tp=8)}, r"8 devices h100 near fsdp=8 tp=8 1 x 1: it has 64 devices"),
     ],
@@ -417,7 +426,7 @@ def test_positions_of_a_configuration_that_names_them_otherwise(tmp_path):
         vocab_size=64, d_model=32, n_heads=4, n_layers=2, max_seq_len=24
     )
     config.save_pretrained(tmp_path)
-    _, batch, _ = _load(str(tmp_path), None, None, 2)
+    _, batch, *_ = _load(str(tmp_path), None, None, 2)
     assert batch.shape == (2, 24)
 
 
@@ -439,6 +448,13 @@ def plain() -> tuple[torch.nn.Module, torch.Tensor]:
         return Plain(), torch.empty(4, 8)
 
 
+def plain_with_loss() -> tuple[torch.nn.Module, torch.Tensor, Any]:
+    def loss(output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        return (output - batch).square().mean()
+
+    return *plain(), loss
+
+
 def nothing() -> None: ...
 
 
@@ -451,11 +467,25 @@ def test_a_plain_model(capsys):
     exec(capsys.readouterr().out, names)
 
     def run() -> list[float]:
+        sm.random.manual_seed(1)
         return [float(loss.full_tensor()) for loss in names["main"](device="cpu", steps=2)]
 
     first, second = sm.simulate(2)(run)()
     assert first == second
     assert all(loss > 0 for loss in first)
+
+
+def test_a_function_with_a_loss(capsys):
+    """It is counted; the program that is printed has a loss to replace."""
+    options = ["--devices", "1", "--check", "0"]
+    for name in ("plain", "plain_with_loss"):
+        assert main(["tune", f"tests.sharding.tune.test_tune:{name}", *options, "--json"]) == 0
+    first, second = map(json.loads, re.split(r"(?<=^})\n", capsys.readouterr().out, flags=re.M)[:2])
+    others = [x["candidates"][0]["seconds_by_part"]["other"] for x in (first, second)]
+    assert others[1] > others[0]
+    names: dict[str, Any] = {"__name__": "train"}
+    exec(second["program"], names)
+    assert sm.simulate(1)(names["main"])("cpu", steps=1)
 
 
 @pytest.mark.parametrize(
@@ -505,3 +535,87 @@ def test_configurations_that_are_no_language_models(kind, message, tmp_path, cap
 def test_values_that_a_form_does_not_take(llama, fix, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         tune(llama, tiny.ids(16), devices=4, fix=fix)
+
+
+@pytest.mark.parametrize(
+    ("fix", "message"),
+    [
+        ({"tp": 3}, "with tp=3: tp=3 does not divide 4 devices"),
+        (
+            {"pp": 1, "rows": 5},
+            "with pp=1, rows=5: rows=5 does not divide the 16 rows of the batch",
+        ),
+    ],
+)
+def test_numbers_that_do_not_divide(llama, fix, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        tune(llama, tiny.ids(16), devices=4, fix=fix)
+
+
+@pytest.mark.parametrize(
+    "text", ["sequence_parallel=True,tp=2", " tp = 2 , sequence_parallel=true"]
+)
+def test_fields_on_the_shell(text):
+    assert _fields(text) == {"tp": 2, "sequence_parallel": True}
+
+
+def test_a_field_without_a_name():
+    with pytest.raises(ValueError, match=re.escape("'=3': write NAME=VALUE, such as tp=8")):
+        _fields("=3")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fix": "tp=2"}, "tune(fix='tp=2'): a dict of fields of a form, such as {'tp': 8}"),
+        ({"near": "tp=2"}, "tune(near='tp=2'): pass a Form, such as Form(fsdp=8)"),
+        ({"near": Form(pp=0)}, "pp=0: a whole number from 1"),
+        ({"memory": -1}, "tune(memory=-1): bytes of a device, such as 80e9"),
+        ({"loss": lambda output, _: output.logits}, "the loss is a tensor [1, 16, 64]; return"),
+    ],
+)
+def test_arguments_that_are_no_options(llama, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        tune(llama, tiny.ids(16), devices=4, **options)
+
+
+def test_something_that_is_no_module():
+    with pytest.raises(ValueError, match=r"tune: the model is 'llama'; pass an nn\.Module"):
+        tune("llama", tiny.ids(16), devices=4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"form": "fsdp=4"}, "events(form='fsdp=4'): pass a Form"),
+        ({"form": Form(fsdp=4, rows=2, microbatches=2, dtype="half")}, "dtype='half': write"),
+        ({"form": Form(fsdp=4, rows=2)}, "4 data ranks with 1 x 2 rows, and the batch has 16"),
+        ({"form": Form(fsdp=3, rows=2)}, "3 data ranks with 1 x 2 rows, and the batch has 16"),
+        ({"form": Form(fsdp=8, rows=2), "rank": 1}, "rank of the pipeline, 0 alone, as the form"),
+        ({"rank": 1.5}, "events(rank=1.5): a rank of the pipeline"),
+        (
+            {"form": Form(pp=2, rows=16), "rank": 2},
+            "events(rank=2): a rank of the pipeline, from 0",
+        ),
+        ({"form": Form(pp=2, rows=16), "rank": -1}, "events(rank=-1)"),
+        ({"form": Form(pp=2, rows=16), "rank": True}, "events(rank=True)"),
+    ],
+)
+def test_arguments_of_events(tuning, arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        tuning.events(**arguments)
+    assert tuning.events(Form(fsdp=8, rows=2))  # of another number of devices
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"count": 0}, "measure(count=0): a whole number from 1"),
+        ({"steps": "3"}, "measure(steps='3'): a whole number from 1"),
+        ({"device": "gpu"}, 'measure(device=\'gpu\'): write "cuda" or "cpu"'),
+    ],
+)
+def test_arguments_of_measure(llama, options, message):
+    tuning = tune(llama, tiny.ids(16), devices=4, fix={"tp": 1, "pp": 1}, build="build = None")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        tuning.measure(**options)

@@ -55,6 +55,23 @@ def precision_of(stages: Iterable[nn.Module]) -> Precision:
     return Precision(parameters, modules)
 
 
+def assume_for_others(own: Precision, stages: Iterable[nn.Module], model: nn.Module) -> Precision:
+    """Return a precision in which parameters of other ranks' stages are used as this rank's are.
+
+    For a world whose other ranks tell nothing (`null_world`).
+    """
+    held = {
+        name: x for stage in stages for name, x in stage.named_parameters(remove_duplicate=False)
+    }
+    used_as = {x.dtype: own.parameters[name] for name, x in held.items() if name in own.parameters}
+    others = {
+        name: used_as[x.dtype]
+        for name, x in model.named_parameters(remove_duplicate=False)
+        if name not in held and x.dtype in used_as
+    }
+    return Precision({**others, **own.parameters}, own.modules)
+
+
 def merge_precisions(precisions: Iterable[Precision]) -> Precision:
     """Return the precision of all stages, given those of all ranks."""
     parameters: dict[str, torch.dtype] = {}

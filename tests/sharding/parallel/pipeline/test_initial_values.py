@@ -181,6 +181,29 @@ def test_an_initialiser_of_the_program():
         assert all(torch.equal(x, expected[name]) for name, x in own.items())
 
 
+def test_an_initialiser_that_draws_again_what_is_out_of_bounds():
+    """How often depends on values, which other stages do not have."""
+
+    def init(module: nn.Module) -> None:
+        for x in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            nn.init.trunc_normal_(x, std=2.0)
+
+    expected = without_pipeline(Model, init)
+    assert max(float(x.abs().max()) for x in expected.values()) <= 2
+
+    def program() -> tuple[dict[str, Tensor], Tensor]:
+        sm.random.manual_seed(5)
+        pipe = staged(Model, ("fsdp",), 2, "1f1b", ["blocks.2"])
+        pipe.materialize(init)
+        own = {name: whole(x) for name, x in pipe.named_parameters()}
+        return own, sm.random.get_rng_state()
+
+    results = sm.simulate(4)(program)()
+    for own, state in results:
+        assert all(torch.equal(x, expected[name]) for name, x in own.items())
+        assert torch.equal(state, results[0][1])
+
+
 def test_tensors_that_have_values_keep_them():
     """Here those of one block; its initialisers do not run, and draw no numbers."""
 

@@ -218,3 +218,46 @@ def test_incompatible_activations_raise():
         "the output is f32[2, 4] @ P(None, 'a') on (a=2) and cannot become P(None, None, None, 'a')"
         in text
     )
+
+
+class Positions(nn.Module):
+    """An embedding of positions that the model makes, or of numbers of its rank."""
+
+    def __init__(self, is_of_rank: bool) -> None:
+        super().__init__()
+        self.table, self.is_of_rank = nn.Embedding(4, 6), is_of_rank
+
+    def forward(self, x):
+        first = sm.process_index() % 2 if self.is_of_rank else 0
+        return x + self.table(torch.arange(first, first + 2))
+
+
+def test_plain_positions_on_a_larger_mesh():
+    """They count as replicated, as next to a `ShardedTensor` without a style."""
+
+    def program(mesh):
+        model = parallelize(
+            Positions(False), mesh, {"table": colwise(out=P(), axis="b")}, src_data_rank=0
+        )
+        x = sm.device_put(torch.zeros(2, 2, 6), mesh, P("a"))
+        loss = model(x).sum()
+        loss.backward()
+        table = model.table.weight
+        return loss.item() - 2 * table[:2].sum().item(), table.grad.full_tensor()
+
+    for difference, grad in sm.simulate(4)(lambda: program(sm.make_mesh((2, 2), ("a", "b"))))():
+        assert abs(difference) < 1e-5
+        assert grad[:2].eq(2).all()
+        assert grad[2:].eq(0).all()
+
+
+def test_plain_numbers_of_ranks_on_a_larger_mesh():
+    def program():
+        mesh = sm.make_mesh((2, 2), ("a", "b"))
+        model = parallelize(
+            Positions(True), mesh, {"table": colwise(out=P(), axis="b")}, src_data_rank=0
+        )
+        model(sm.device_put(torch.zeros(2, 2, 6), mesh, P("a")))
+
+    with pytest.raises(sm.errors.ReplicaError, match="counts as replicated inside a prepared"):
+        sm.simulate(4)(program)()
