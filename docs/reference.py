@@ -148,8 +148,12 @@ def _entry(module: ModuleType, name: str, is_described: bool) -> list[str]:
         if value.__module__.startswith("shardmesh") and not issubclass(value, Exception):
             lines += ["   :members:"]
         return lines
-    directive = "autofunction" if callable(value) else "autodata"
-    return [f".. {directive}:: {full_name}", *["   :no-index:"][: int(is_described)]]
+    no_index = ["   :no-index:"][: int(is_described)]
+    if callable(value):
+        return [f".. autofunction:: {full_name}", *no_index]
+    if type(value).__module__ == "builtins":  # whose docstring is that of the type
+        return [f".. py:data:: {full_name}", f"   :type: {type(value).__name__}", *no_index]
+    return [f".. autodata:: {full_name}", *no_index]
 
 
 # -- docstrings ------------------------------------------------------------------------------------

@@ -119,6 +119,14 @@ def test_captured_tensors_are_counted():
     assert found.peak_bytes == 64 + 400 + 64 + 400
 
 
+def test_operators_before_a_captured_tensor_is_found():
+    """It counts from the start, in every entry."""
+    around = torch.zeros(100, device="meta")
+    found = eval_shape(lambda x: (x + 1, around * 2)[0], layout(SMALL, P("dp"), 8, 8))
+    assert found.live_bytes[0] >= found.argument_bytes + 400
+    assert max(found.live_bytes) == found.peak_bytes
+
+
 PROGRAM_SPECS = [
     (P("fsdp"), P(("tp", "fsdp")), P("fsdp", "tp")),
     (P(("fsdp", "tp")), P(), P("tp")),

@@ -12,7 +12,7 @@ from torch import nn
 import shardmesh as sm
 from shardmesh.sharding.tune.description import Description, stage_layers
 from shardmesh.sharding.tune.form import Form, why_not
-from shardmesh.sharding.tune.repeated import shorten
+from shardmesh.sharding.tune.repeated import Repetition, shorten
 from shardmesh.sharding.tune.step_time import model_flops
 from tests.sharding.tune import tiny
 
@@ -305,3 +305,22 @@ def test_a_short_copy_shares_its_configuration_with_its_blocks():
     assert short.config is not model.config
     blocks = short.model.layers
     assert blocks[0].mlp.gate.weight is not blocks[1].mlp.gate.weight
+
+
+@pytest.mark.parametrize(
+    ("kinds", "before", "period", "short"),
+    [
+        ("aaaaaa", 0, 1, "aa"),
+        ("aabbbbbb", 2, 1, "aabb"),
+        ("ssfssfssfss", 0, 3, "ssfssfss"),
+        ("dsfsfsfs", 1, 2, "dsfsfs"),
+        ("a", 0, 1, "a"),
+    ],
+)
+def test_how_kinds_of_blocks_repeat(kinds, before, period, short):
+    repetition = Repetition.of(kinds)
+    assert (repetition.before, repetition.period) == (before, period)
+    assert before + period * repetition.periods <= len(kinds)
+    blocks = repetition.blocks_of(min(2, repetition.periods))
+    assert "".join(kinds[i] for i in blocks) == short
+    assert repetition.blocks_of(repetition.periods) == list(range(len(kinds)))

@@ -37,7 +37,7 @@ from shardmesh.sharding.tune.program import (
     program_text,
     titan_text,
 )
-from shardmesh.sharding.tune.program_costs import check
+from shardmesh.sharding.tune.program_costs import check, evaluate
 from shardmesh.sharding.tune.search import forms
 from shardmesh.sharding.tune.step_time import StepTimes
 from tests.sharding.tune import tiny
@@ -517,11 +517,35 @@ def test_bytes_and_memory_of_the_program(form, folder):
     if form.fsdp > 1:  # rows of experts alone travel over the axes
         assert time.moved["ep"] == report.by_axis[",".join(form.expert_axes)][1]
     assert memory.total == pytest.approx(peak, rel=0.02 if has_cp else MEMORY)
+    evaluated = evaluate(form, model)[0]
+    assert sum(evaluated.received.values()) == pytest.approx(report.bytes_received, rel=BYTES)
+    assert evaluated.peak == pytest.approx(peak, rel=0.02 if has_cp else MEMORY)
     scalars = form.microbatches + 1  # losses, and the norm of gradients
     others = {"dp", "tp", "dp,tp"}  # gradients in buckets, and of norms by unit
     launches = sum(n for axis, (n, _) in report.by_axis.items() if axis not in others)
     predicted = sum(n for axis, n in time.launches.items() if axis not in others)
     assert predicted == launches - scalars
+
+
+def test_rows_of_the_busiest_rank_are_evaluated():
+    model = model_of(config_of("larger"))
+    form = Form(ep=4, rows=4)
+    even, busy = (
+        evaluate(form, Description(model, tiny.ids(ROWS, POSITIONS), imbalance=imbalance))[0]
+        for imbalance in (1.0, 2.0)
+    )
+    # of N rows of each rank: 3/4 N and their results come back; 3/2 N for its experts, and 1/2 N
+    assert busy.received["ep"] == pytest.approx(4 / 3 * even.received["ep"], rel=0.01)
+    assert busy.peak > even.peak
+
+
+def test_the_memory_of_the_loss_does_not_depend_on_experts():
+    """Whose gradients may take more than the loss does."""
+    small, large = (
+        Description(model_of(config_of("mixtral", intermediate_size=size)), tiny.ids())
+        for size in (48, 4800)
+    )
+    assert small.costs(1).transient == large.costs(1).transient > 0
 
 
 @pytest.mark.parametrize(

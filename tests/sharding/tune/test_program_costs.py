@@ -127,6 +127,17 @@ def test_more_blocks_follow_on_a_line(monkeypatch):
     assert short.peak == pytest.approx(whole.peak, rel=0.001)
 
 
+def test_memory_of_functions_of_the_model():
+    """The GELU of BLOOM is a torch.autograd.Function; what it returns counts by rank."""
+    config = transformers.BloomConfig(hidden_size=64, n_layer=2, n_head=4, vocab_size=512)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    model = Description(model, tiny.ids(2 * ROWS, POSITIONS))
+    form = Form(fsdp=8, rows=2)
+    memory = memory_of(form, model, 0).total
+    assert memory == pytest.approx(evaluate(form, model)[0].peak, rel=MEMORY)
+
+
 @pytest.mark.parametrize(
     ("form", "why"),
     [

@@ -63,6 +63,14 @@ def test_every_second_product_is_saved(run):
     assert [operation.name for operation in selective.again] == ["mul", "relu", "mm"]
 
 
+def test_grouped_products_are_computed_again(run):
+    """As programs do, which save every second product of those whose flops torch counts."""
+    _, forward = run
+    grouped = [x._replace(name="_grouped_mm") if x.name == "mm" else x for x in forward]
+    assert select(grouped).saved == set()
+    assert select(grouped).again == grouped
+
+
 def test_the_same_memory_has_one_number():
     tape = Tape([])
     x = torch.empty(2, 3, device="meta")

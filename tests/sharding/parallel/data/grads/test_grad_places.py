@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardmesh as sm
-from shardmesh.parallel import data_parallel, fully_shard
+from shardmesh.parallel import MixedPrecisionPolicy, data_parallel, fully_shard
 from shardmesh.sharding.parallel.data.grads.grad_places import GradWriter
 from shardmesh.sharding.redistribute.packed_collectives import contiguous_memory
 
@@ -120,6 +120,24 @@ def test_gradients_of_whole_parameters_are_scaled_and_summed_in_place() -> None:
     for names in sm.simulate(2)(lambda: program(_mesh()))():
         assert names.count("mul") == LAYERS
         assert not {"cat", "clone", "_to_copy"} & set(names)
+
+
+def test_gradients_are_converted_as_they_are_added() -> None:
+    """Several microbatches: a copy in the dtype of the sums would take their memory again."""
+
+    def program(mesh: sm.DeviceMesh) -> list[str]:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        model: Any = data_parallel(_Layers(), mesh, optimizer="a", mp_policy=policy)
+        with sm.accumulate_grads():
+            losses = [model(torch.ones(1, D)).sum() for _ in range(2)]
+            with _Operators() as operators:
+                for loss in losses:
+                    loss.backward()
+        assert all(x.grad.dtype is torch.float32 for x in model.parameters())
+        return operators.names
+
+    for names in sm.simulate(2)(lambda: program(_mesh()))():
+        assert "_to_copy" not in names
 
 
 class _Fails(torch.autograd.Function):
