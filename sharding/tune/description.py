@@ -640,7 +640,9 @@ def _run_once(model: nn.Module, batch: Any, loss: Loss, blocks: str, *, is_compi
     by_experts = counts.rows_of_experts
     in_experts = {id(x): x for _, inner in mixtures(model) for x in inner.parameters()}
     begin = memory.of(([*parameters, *model.buffers()], batch))
-    at_loss = moments.peaks()["after forward", last, 0]
+    peaks = moments.peaks()
+    # of the whole step for a model whose last block is not called
+    at_loss = peaks.get(("after forward", last, 0), max(peaks.values()))
     transient = at_loss - begin - sum(tape.sizes[key] for key in counts.saved)
     costs = Costs(
         sum(map(_local_numel, parameters)),

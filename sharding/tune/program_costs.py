@@ -3,8 +3,8 @@
     ranks           0; of a pipeline also the one that needs most by the formulas, and the last, if
                     it needs nearly as much
     blocks          up to 8     of all, or on a rank: the program as it is
-                    more        with 4 and 6, of several kinds with two numbers of whole periods, in
-                                pipelines with 3 and 4 in each stage; the rest follows on a line
+                    more        with 4 and 6, in pipelines with 3 and 4 in each stage; the rest
+                                follows on a line. Of several kinds with whole periods
     microbatches    1 and 2     as they are
                     more        with 1 and 2, with dp 2 and 3, in a pipeline with enough to fill it
                                 and with more; later ones receive and hold what the last does
@@ -46,7 +46,7 @@ from .step_time import StepTimes
 
 _MOST_BLOCKS = 8  # on a rank, that run as they are
 _FEW, _LONGER_BY = 4, 2  # blocks of a shorter model, at least
-_FEW_IN_STAGE = 3, 4  # likewise, in each stage of a pipeline
+_FEW_IN_STAGE, _STAGE_LONGER_BY = 3, 1  # likewise, in each stage of a pipeline
 _NEARLY = 0.9  # of the memory of the rank that needs most by the formulas
 _SHARDS = frozenset({"fsdp", "cp", "ep"})
 _SMALL = 64  # bytes of a collective of a few numbers: a loss, the norm of gradients
@@ -146,8 +146,10 @@ def why_not_evaluated(form: Form, model: Description) -> str | None:
         return "the program saves what it gathers"
     if sum(1 for _ in tensors_in((model.batch,))) > 1:
         return "the program has a batch of its own, of one tensor"
-    if model.kinds > 1 and form.pp > 1 and max(_own_blocks(form, model).values()) > _MOST_BLOCKS:
-        return "stages have blocks of several kinds"
+    if form.pp > 1 and max(_own_blocks(form, model).values()) > _MOST_BLOCKS:
+        lengths = stage_layers(model.layers, form.pp * form.stages)
+        if model.repetition.before or any(n % model.repetition.period for n in lengths):
+            return "stages have blocks of several kinds, each in another order"
     return None
 
 
@@ -164,25 +166,18 @@ def evaluate(form: Form, model: Description) -> CostsByRank:
     ranks = tuple(blocks)
     if max(blocks.values()) <= _MOST_BLOCKS:
         return _of_microbatches(form, model, ranks)
-    if form.pp > 1:
-        few, more = (count * form.stages for count in _FEW_IN_STAGE)
-        counts: Mapping[int, float] = blocks
-    else:
-        period = model.repetition.period
-        few = -(-_FEW // period)
-        more = few - (-_LONGER_BY // period)
-        counts = {0: model.repetition.periods}
-        if more >= model.repetition.periods:
-            return _of_microbatches(form, model, ranks)
+    few, more = _lengths(form, model)
+    if more >= model.layers:
+        return _of_microbatches(form, model, ranks)
     first, second = (
         _of_microbatches(
-            form, _shortened(form, model, count), ranks, _places(form, model, few, count)
+            form, _shortened(form, model, length), ranks, _places(form, model, few, length)
         )
-        for count in (few, more)
+        for length in (few, more)
     )
     return {
-        rank: _on_line(first[rank], second[rank], (count - few) / (more - few))
-        for rank, count in counts.items()
+        rank: _on_line(first[rank], second[rank], (count / form.stages - few) / (more - few))
+        for rank, count in blocks.items()
     }
 
 
@@ -198,12 +193,26 @@ def _own_blocks(form: Form, model: Description) -> dict[int, int]:
     }
 
 
-def _shortened(form: Form, model: Description, count: int) -> Description:
-    """Return the model with so many blocks on a rank, or without a pipeline so many periods."""
+def _lengths(form: Form, model: Description) -> tuple[int, int]:
+    """Return how many blocks each stage of two shorter models has; without a pipeline, they."""
+    period = model.repetition.period
     if form.pp > 1:
-        blocks = [0] * (count * form.pp)
+        few = period * -(-_FEW_IN_STAGE // period)
+        return few, few + period * -(-_STAGE_LONGER_BY // period)
+    periods = -(-_FEW // period)
+    longer = model.repetition.blocks_of(periods - (-_LONGER_BY // period))
+    return len(model.repetition.blocks_of(periods)), len(longer)
+
+
+def _shortened(form: Form, model: Description, length: int) -> Description:
+    """Return the model with so many blocks in each stage, or in all without a pipeline."""
+    if form.pp > 1:
+        blocks = list(range(length)) * (form.pp * form.stages)
     else:
-        blocks = model.repetition.blocks_of(count)
+        left_out = model.layers - length
+        blocks = model.repetition.blocks_of(
+            model.repetition.periods - left_out // model.repetition.period
+        )
     return Description(
         model.shortened(blocks),
         model.batch,
@@ -214,22 +223,17 @@ def _shortened(form: Form, model: Description, count: int) -> Description:
     )
 
 
-def _places(form: Form, model: Description, few: int, count: int) -> list[Place | None]:
+def _places(form: Form, model: Description, few: int, length: int) -> list[Place | None]:
     """Return the places that blocks of a shortened model have in each with at least `few`.
 
     Blocks in the middle, which are those that it has beyond `few`, have none.
     """
-    repetition = model.repetition
-    if form.pp > 1:
-        in_stage, shortest, first = count // form.stages, few // form.stages, 1
-    else:
-        in_stage, shortest = (len(repetition.blocks_of(n)) for n in (count, few))
-        first = repetition.before + few * repetition.period // 2
-    last = shortest - first
+    first = (model.repetition.before + few) // 2
+    last = few - first
     places: list[Place | None] = []
     for stage in range(form.pp * form.stages):
         places += [(stage, index) for index in range(first)]
-        places += [None] * (in_stage - shortest)
+        places += [None] * (length - few)
         places += [(stage, index) for index in range(-last, 0)]
     return places
 

@@ -228,6 +228,23 @@ def test_blocks_of_several_kinds_follow_on_a_line(monkeypatch, kinds, blocks):
     assert short.peak == pytest.approx(whole.peak, rel=0.001)
 
 
+def test_stages_with_blocks_of_several_kinds_follow_on_a_line(monkeypatch):
+    model = Description(Residual(24, kinds=2), rows())
+    form = Form(pp=2, rows=2, microbatches=4)
+    short = evaluate(form, model)
+    monkeypatch.setattr(program_costs, "_MOST_BLOCKS", 12)
+    for rank, whole in evaluate(form, model).items():
+        assert short[rank].received == whole.received
+        assert short[rank].peak == pytest.approx(whole.peak, rel=0.01)
+
+
+def test_stages_whose_blocks_are_in_another_order_are_not_evaluated():
+    model = Description(Residual(22, kinds=2), rows())
+    form = Form(pp=2, rows=2, microbatches=4)
+    why = "stages have blocks of several kinds, each in another order"
+    assert why_not_evaluated(form, model) == why
+
+
 def moments_of(form: Form, model: Description, most_blocks: int) -> tuple[Any, Any]:
     """Return the costs that follow on a line, and those of the whole model."""
     with pytest.MonkeyPatch.context() as patch:
