@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import shardmesh as sm
 from shardmesh.errors import CollectiveMismatchError, DeadlockError
@@ -139,3 +141,26 @@ def test_a_frozen_stage() -> None:
                 torch.optim.SGD(trained, lr=0.1).step()
 
     sm.simulate(2)(program)()
+
+
+def test_a_pipeline_that_is_collected_while_hooks_of_a_step_run() -> None:
+    """Such as the one before, in a notebook."""
+
+    collected: list[int] = []
+
+    def program() -> None:
+        mesh = sm.init_device_mesh("cpu", (2,), axis_names=("pp",))
+        pipes: Any = [pipeline(make_model(), mesh, split=["2"], microbatches=2) for _ in range(2)]
+        pipes[0].itself = pipes[0]
+        del pipes[0]
+        pipes[0].step(torch.ones(4, 4), torch.ones(4, 4), loss_fn=F.mse_loss)
+        torch.optim.SGD(pipes[0].parameters(), lr=0.1).step()
+
+    hook = register_optimizer_step_post_hook(lambda *_: collected.append(gc.collect()))
+    gc.disable()
+    try:
+        sm.simulate(2)(program)()
+    finally:
+        gc.enable()
+        hook.remove()
+    assert max(collected) > 0
