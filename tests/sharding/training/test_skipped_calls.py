@@ -51,6 +51,7 @@ def train(form: str, skipped: str, ranks: tuple[int, ...], **options: Any) -> No
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=0.1, **options)
     for number in range(4):
+        sm.monitor.mark_step(10 + number)
         skips = skipped if number == 1 and mesh.get_rank() in ranks else ""
         x = torch.linspace(-1, 1, 16).view(4, 4) + number
         if form in LAYERS:
@@ -79,6 +80,24 @@ def test_optimizer_step(form: str, options: dict[str, Any]) -> None:
     assert "2: 2; rank 3" in text
     # two ranks have no majority
     assert caught.value.ranks in ((3,), ())
+
+
+def test_numbers_of_marked_steps() -> None:
+    """They are in the same header as the number of steps of optimizers."""
+
+    def numbers() -> list[int]:
+        (ledger,) = sm.monitor.ledger().ranks.values()
+        return [step.number for step in ledger.steps]
+
+    def program() -> tuple[list[int], list[int]]:
+        train("fsdp", "", ())
+        before, last = numbers(), []
+        for step in range(40):
+            sm.monitor.mark_step(step)
+            last.append(numbers()[-1])
+        return before, last
+
+    assert sm.simulate(4)(program)() == [(list(range(10, 14)), list(range(40)))] * 4
 
 
 @pytest.mark.parametrize("form", ["fsdp", "hsdp", "ddp", "tp", "pp and ddp", "pp and fsdp"])
