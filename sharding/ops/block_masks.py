@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable
@@ -61,7 +62,10 @@ def closed_over(function: Any) -> list[Any]:
     values: list[Any] = []
     functions = [function]
     for f in functions:
-        content = [cell.cell_contents for cell in getattr(f, "__closure__", None) or ()]
+        content = []
+        for cell in getattr(f, "__closure__", None) or ():
+            with contextlib.suppress(ValueError):  # a name that has no value yet
+                content.append(cell.cell_contents)
         if isinstance(f, functools.partial):
             content += [*f.args, *f.keywords.values(), f.func]
         values += content

@@ -15,6 +15,7 @@ Nothing of this happens at import, and Dynamo, whose import takes seconds, is no
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -74,10 +75,37 @@ def compiled_code_as_python() -> Iterator[None]:
         return
     callback = _frames.set_eval_frame(None)  # of compiled code that calls the library
     try:
-        with torch.compiler.set_stance("force_eager"):
+        with _eager_stance:
             yield
     finally:
         _frames.set_eval_frame(callback)
+
+
+class _EagerStance:
+    """The stance "force_eager", which Dynamo has once for all threads.
+
+    The last thread that leaves a block of it restores the stance before the first one's block.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._blocks = 0
+        self._stance: Any = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._blocks:
+                self._stance = torch.compiler.set_stance("force_eager")
+            self._blocks += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._blocks -= 1
+            if not self._blocks:
+                self._stance.__exit__(None, None, None)
+
+
+_eager_stance = _EagerStance()
 
 
 def not_compiled(reason: str, *, calls_program: bool = False) -> Callable[[F], F]:

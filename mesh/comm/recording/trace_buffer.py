@@ -2,8 +2,7 @@
 
 Those of its host; a file keeps it when the rank dies.
 
-    header     who it is, its heartbeat, what it is blocked on    8-byte words, see `Header`; from
-                                                                  32 on, marked steps
+    header     who it is, its heartbeat, what it is blocked on    8-byte words, see `Header`
     stack      its Python stack, when another rank has asked
     groups     for each group: which, how many collectives it     (fingerprint, lineage, number of
                has called, and of its last 64, or 1024            the record, route)
@@ -36,6 +35,7 @@ LONG_ROWS, LONG_SLOTS = 16, 1024
 RECORDS, RECORD_WORDS = 4096, 8
 RECORD_END = 4  # the word of a record with the time of its end
 HEADER_BYTES, STACK_BYTES, TEXT_BYTES = 1024, 31 * 1024, 1 << 20
+MARK_WORDS, MARKS = 3, 31  # of marked steps, in the header
 GROUP_TABLE = (HEADER_BYTES + STACK_BYTES) // 8  # in words, like the next ones
 GROUP_WORDS = 3
 SLOT_AREA = GROUP_TABLE + GROUPS * GROUP_WORDS
@@ -88,6 +88,9 @@ class Header:
     RESUMED = 28  # when the last pause ended
     LINES = 29  # three words: which lines have made sharded tensors, one bit for each
     OPTIMIZER_STEPS = 32  # of optimizers with sharded parameters
+    # up to the end of the header, for each of the last marked steps: its number, the number of the
+    # next record, the time
+    MARKED_STEPS = 33
 
 
 class RankState:

@@ -41,7 +41,7 @@ from ..recording.job_directory import open_buffer
 
 _STACK = GROUP_TABLE * 8 - STACK_BYTES
 _TEXT = BUFFER_BYTES - TEXT_BYTES
-_HEADER_WORDS = 33  # words in use
+_HEADER_WORDS = Header.MARKED_STEPS  # without these
 _PART_BYTES = 4096  # of the ring, and of the text
 # the last ones, of a row as of the ring; earlier ones were sent when they were the last
 _SENT_RECORDS = 256

@@ -20,7 +20,16 @@ from typing import NamedTuple
 from ...comm.current_world import current_world
 from ...comm.recording.call_text import fields_of
 from ...comm.recording.recorder import step_bits
-from ...comm.recording.trace_buffer import GROUPS, RECORDS, Header, RankState, Record, TraceBuffer
+from ...comm.recording.trace_buffer import (
+    GROUPS,
+    MARK_WORDS,
+    MARKS,
+    RECORDS,
+    Header,
+    RankState,
+    Record,
+    TraceBuffer,
+)
 from ...text import shortened, whole_number
 from ..monitor import monitor_of
 from ..recording.files import trace_files
@@ -37,9 +46,8 @@ from ..verdict import Verdict
 from . import flight_recorder, trace_export
 from .entries import LAST, LedgerEntry, MarkedStep, RankLedger, collectives_of
 
-# In a trace buffer's header, for each marked step: its number, the number of the next record, the
-# time.
-_MARKS, _MARKS_END, _MARK_WORDS = 32, 128, 3
+# words of a trace buffer's header
+_MARKS, _MARKS_END = Header.MARKED_STEPS, Header.MARKED_STEPS + MARKS * MARK_WORDS
 
 
 class Ledger:
@@ -220,8 +228,8 @@ def mark_step(step: int | None = None, *, compare: bool = True) -> None:
     number = words[Header.STEP] + 1 if step is None else step
     if number < 0:
         raise ValueError(f"mark_step: step must be an integer >= 0 or None, got {step!r}")
-    times = words[_MARKS + 2 : _MARKS_END : _MARK_WORDS].tolist()
-    at = _MARKS + times.index(min(times)) * _MARK_WORDS  # the slot of the oldest mark
+    times = words[_MARKS + 2 : _MARKS_END : MARK_WORDS].tolist()
+    at = _MARKS + times.index(min(times)) * MARK_WORDS  # the slot of the oldest mark
     words[Header.STEP] = words[at] = number
     words[at + 1], words[at + 2] = words[Header.RECORDS], time.monotonic_ns()
     origin = (None, step_bits(number)) if compare else None
@@ -280,7 +288,7 @@ def _records(buffer: TraceBuffer) -> list[Record]:
 def _marks(buffer: TraceBuffer) -> list[tuple[int, int, int]]:
     """Return (step, number of its first record, time) of the last steps, the oldest first."""
     words = buffer.words[_MARKS:_MARKS_END].tolist()
-    marks = zip(words[::3], words[1::3], words[2::3], strict=True)
+    marks = zip(words[::MARK_WORDS], words[1::MARK_WORDS], words[2::MARK_WORDS], strict=True)
     return sorted((mark for mark in marks if mark[2]), key=lambda mark: mark[2])
 
 

@@ -45,7 +45,7 @@ from .stages.staged_model import StagedModel
 from .state import WholeModel
 from .tied import TiedParameters, tied_names
 from .transport import Transport
-from .updates import Updates
+from .updates import ONE_UPDATED, Updates
 
 MakeSchedule: TypeAlias = Callable[[int, int], Schedule]
 
@@ -741,7 +741,7 @@ class Pipeline:
             if values.is_meta:  # the other ranks' is not known
                 self._loss_dtype = run.loss_dtype or _LOSS_DTYPES[0]
             else:
-                self._loss_dtype = _LOSS_DTYPES[int(values[1]) % 4]
+                self._loss_dtype = _LOSS_DTYPES[int(values[1]) % ONE_UPDATED]
         return values[0].to(self._loss_dtype), values[1]
 
     def _sum_tied_gradients(self) -> AbstractContextManager[None]:

@@ -4,12 +4,13 @@ Stages have parameters of their own, so no values of other ranks differ if one r
 out a step, as where a gradient scaler finds infinities in its gradients only. What each rank has
 seen of its parameters since the step before goes along with the loss, in the same all_reduce:
 
-    place 0   updated       1 * _ONE_UPDATED                      a sum: 1 place is updated, and
+    place 0   updated       1 * ONE_UPDATED                       a sum: 1 place is updated, and
     place 1   not updated   1 << _FIRST_PLACE + 1                 place 1 is not
 """
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -20,9 +21,10 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ....kernels.transfer.host_copies import is_asynchronous, start_to_host
+from ....mesh.comm.first_use import FirstUse
 from ...tensor.sharded_tensor import local_of
 
-_ONE_UPDATED = 1 << 2  # the lowest bits are of the dtype of the loss
+ONE_UPDATED = 1 << 2  # below it is the number of the loss's dtype, which is in the same sum
 _FIRST_PLACE = 12
 _MOST_PLACES = 40  # a float64 has integers of 53 bits
 
@@ -41,8 +43,9 @@ class Updates:
         self._has_warned = False
         self._has_stepped = False  # versions do not count what torch's fused steps write
         self._ids: set[int] = set()
-        hook = register_optimizer_step_post_hook(_note_step(weakref.ref(self)))
-        weakref.finalize(self, hook.remove)
+        _first_pipeline.begin()
+        with _lock:
+            _alive.add(self)
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note a step of an optimizer, if it has parameters of this rank's stages."""
@@ -52,7 +55,8 @@ class Updates:
     def since_last_step(self, parameters: Iterable[Tensor]) -> int:
         """Return what to add to the sum of all places.
 
-        0 before the second step, and if no parameter requires a gradient.
+        0 before the second step, if no parameter requires a gradient, and in a pipeline of more
+        places than the sum has bits for.
         """
         if self._versions is None or self._count > _MOST_PLACES:
             return 0
@@ -60,7 +64,7 @@ class Updates:
         if not versions:
             return 0
         if self._has_stepped or versions != self._versions:
-            return _ONE_UPDATED
+            return ONE_UPDATED
         return 1 << (_FIRST_PLACE + self._place)
 
     def end_step(
@@ -87,7 +91,7 @@ class Updates:
             self._warn(int(read().item()), placement)
 
     def _warn(self, total: int, placement: Sequence[int]) -> None:
-        updated = total % (1 << _FIRST_PLACE) // _ONE_UPDATED
+        updated = total % (1 << _FIRST_PLACE) // ONE_UPDATED
         kept = total >> _FIRST_PLACE
         if not updated or not kept:
             return
@@ -103,13 +107,30 @@ class Updates:
         )
 
 
-def _note_step(updates: weakref.ref[Updates]) -> Callable[..., None]:
-    def note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        own = updates()
-        if own is not None:
-            own.note_step(optimizer)
+# -- steps of optimizers ---------------------------------------------------------------------------
 
-    return note
+_alive: weakref.WeakSet[Updates] = weakref.WeakSet()
+_lock = threading.Lock()
+
+
+def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    with _lock:
+        alive = list(_alive)
+    for updates in alive:
+        updates.note_step(optimizer)
+
+
+def _install() -> None:
+    """Register one hook, which stays.
+
+    A hook of each pipeline would be removed when the pipeline is collected as garbage, and that may
+    be while torch calls the hooks of a step.
+    """
+    register_optimizer_step_post_hook(_note_step)
+
+
+_first_pipeline = FirstUse()
+_first_pipeline.before(_install)
 
 
 def _versions(parameters: Iterable[Tensor]) -> int:

@@ -110,6 +110,7 @@ class InputHook:
             self.site,
             module,
             [(f"argument {key!r}", value, desired) for key, value, desired in inputs],
+            are_inputs=True,
         )
         by_key = {key: value for (key, *_), value in zip(inputs, moved, strict=True)}
         return tuple([by_key.get(i, x) for i, x in enumerate(args)]), {
@@ -210,9 +211,16 @@ def _check_axes(site: HookSite, layouts: Iterable[ActivationLayout]) -> None:
 
 
 def redistribute_activations(
-    site: HookSite, module: nn.Module, values: Sequence[tuple[str, Any, ActivationLayout]]
+    site: HookSite,
+    module: nn.Module,
+    values: Sequence[tuple[str, Any, ActivationLayout]],
+    *,
+    are_inputs: bool = False,
 ) -> list[Any]:
     """Return each value, a tensor or a tree, in its layout; all are redistributed together.
+
+    Args:
+        are_inputs: whether the module gets them; then integers that are to be whole may stay plain.
 
     Raises:
         TypeError: a plain tensor whose layout is ambiguous.
@@ -231,7 +239,7 @@ def redistribute_activations(
         for (name, _, desired), (flat, _) in zip(values, trees, strict=True)
         for leaf in flat
     ]
-    moved = iter(_redistribute_leaves(site, module, leaves))
+    moved = iter(_redistribute_leaves(site, module, leaves, are_inputs))
     return [pytree.tree_unflatten([next(moved) for _ in flat], shape) for flat, shape in trees]
 
 
@@ -247,9 +255,17 @@ def _has_layout(site: HookSite, x: Any, desired: ActivationLayout) -> bool:
 
 
 def _redistribute_leaves(
-    site: HookSite, module: nn.Module, leaves: Sequence[tuple[str, Any, ActivationLayout]]
+    site: HookSite,
+    module: nn.Module,
+    leaves: Sequence[tuple[str, Any, ActivationLayout]],
+    are_inputs: bool,
 ) -> list[Any]:
-    values = [_on_mesh(site, module, name, x, desired) for name, x, desired in leaves]
+    values = [
+        x
+        if are_inputs and _stays_plain(site, module, x, desired)
+        else _on_mesh(site, module, name, x, desired)
+        for name, x, desired in leaves
+    ]
     targets = [
         _target(site, name, x, desired)
         for (name, _, desired), x in zip(leaves, values, strict=True)
@@ -334,13 +350,30 @@ def _cut_without(cut: Cut, named: set[str], layout: Layout) -> Cut:
 # -- plain tensors ---------------------------------------------------------------------------------
 
 
+def _stays_plain(site: HookSite, module: nn.Module, x: Any, desired: ActivationLayout) -> bool:
+    """Return whether a value is of integers that are whole, and to be whole, on an unknown mesh.
+
+    Such as positions: inside of the module they count as replicated where ranks have compared them.
+    """
+    if not isinstance(x, Tensor) or isinstance(x, ShardedTensor) or desired.local:
+        return False
+    if x.is_floating_point() or x.is_complex():
+        return False
+    layouts = desired.to, desired.to if desired.plain is None else desired.plain
+    return all(map(_is_whole, layouts)) and _mesh_of_plain(site, module) is None
+
+
+def _is_whole(where: AxisLayout) -> bool:
+    return where == Replicate() or (isinstance(where, P) and not where.axes)
+
+
 def _on_mesh(
     site: HookSite, module: nn.Module, name: str, x: Any, desired: ActivationLayout
 ) -> Any:
     """Return a plain tensor with a desired layout as a sharded one; other values unchanged.
 
     Raises:
-        TypeError: a plain tensor whose layout is ambiguous, but for integers that are to be whole.
+        TypeError: a plain tensor whose layout is ambiguous.
     """
     where = desired.to if desired.plain is None else desired.plain
     if where is None or not isinstance(x, Tensor):
@@ -349,9 +382,6 @@ def _on_mesh(
         return _check_has_axis(site, name, x)
     mesh = _mesh_of_plain(site, module)
     if mesh is None:
-        is_whole = where == Replicate() or (isinstance(where, P) and not where.axes)
-        if is_whole and not x.is_floating_point() and not x.is_complex():
-            return x  # such as positions: it counts as replicated where ranks have compared it
         raise TypeError(_ambiguous(site, name, x))
     spec = (
         placements_to_spec([where], (site.axis,), x.ndim) if isinstance(where, Placement) else where

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import torch
 import shardmesh as sm
 from shardmesh import P
 from shardmesh.parallel import colwise, fully_shard, parallelize
+from shardmesh.sharding.ops.torch_compile import compiled_code_as_python
 from tests.sharding.ranks import on_mesh
 
 ORDERS = {
@@ -249,3 +252,36 @@ def test_export_raises(make):
             torch.export.export(make(mesh), (torch.ones(2, 4),))
 
     on_mesh((2,), main)
+
+
+def test_blocks_of_threads_in_which_compiled_code_runs_as_python():
+    """torch has one stance for all threads; here the first block ends inside of the second."""
+    first_begun, second_begun, first_ended = (threading.Event() for _ in range(3))
+
+    def first():
+        with compiled_code_as_python():
+            first_begun.set()
+            assert second_begun.wait(60)
+        first_ended.set()
+
+    def second():
+        assert first_begun.wait(60)
+        with compiled_code_as_python():
+            second_begun.set()
+            assert first_ended.wait(60)
+            return compiled(torch.ones(2))
+
+    graphs = []
+
+    def count(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda x: x + 1, backend=count)
+    with ThreadPoolExecutor(2) as pool:
+        done = [pool.submit(function) for function in (first, second)]
+        for one in done:
+            one.result()
+    assert not graphs
+    compiled(torch.ones(2))
+    assert len(graphs) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import shardmesh as sm
 from shardmesh.errors import CollectiveMismatchError, DeadlockError
@@ -49,6 +51,7 @@ def train(form: str, skipped: str, ranks: tuple[int, ...], **options: Any) -> No
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=0.1, **options)
     for number in range(4):
+        sm.monitor.mark_step(10 + number)
         skips = skipped if number == 1 and mesh.get_rank() in ranks else ""
         x = torch.linspace(-1, 1, 16).view(4, 4) + number
         if form in LAYERS:
@@ -77,6 +80,24 @@ def test_optimizer_step(form: str, options: dict[str, Any]) -> None:
     assert "2: 2; rank 3" in text
     # two ranks have no majority
     assert caught.value.ranks in ((3,), ())
+
+
+def test_numbers_of_marked_steps() -> None:
+    """They are in the same header as the number of steps of optimizers."""
+
+    def numbers() -> list[int]:
+        (ledger,) = sm.monitor.ledger().ranks.values()
+        return [step.number for step in ledger.steps]
+
+    def program() -> tuple[list[int], list[int]]:
+        train("fsdp", "", ())
+        before, last = numbers(), []
+        for step in range(40):
+            sm.monitor.mark_step(step)
+            last.append(numbers()[-1])
+        return before, last
+
+    assert sm.simulate(4)(program)() == [(list(range(10, 14)), list(range(40)))] * 4
 
 
 @pytest.mark.parametrize("form", ["fsdp", "hsdp", "ddp", "tp", "pp and ddp", "pp and fsdp"])
@@ -139,3 +160,26 @@ def test_a_frozen_stage() -> None:
                 torch.optim.SGD(trained, lr=0.1).step()
 
     sm.simulate(2)(program)()
+
+
+def test_a_pipeline_that_is_collected_while_hooks_of_a_step_run() -> None:
+    """Such as the one before, in a notebook."""
+
+    collected: list[int] = []
+
+    def program() -> None:
+        mesh = sm.init_device_mesh("cpu", (2,), axis_names=("pp",))
+        pipes: Any = [pipeline(make_model(), mesh, split=["2"], microbatches=2) for _ in range(2)]
+        pipes[0].itself = pipes[0]
+        del pipes[0]
+        pipes[0].step(torch.ones(4, 4), torch.ones(4, 4), loss_fn=F.mse_loss)
+        torch.optim.SGD(pipes[0].parameters(), lr=0.1).step()
+
+    hook = register_optimizer_step_post_hook(lambda *_: collected.append(gc.collect()))
+    gc.disable()
+    try:
+        sm.simulate(2)(program)()
+    finally:
+        gc.enable()
+        hook.remove()
+    assert max(collected) > 0

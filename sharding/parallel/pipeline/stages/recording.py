@@ -274,13 +274,12 @@ class Recorder(TorchDispatchMode):
             functions = [x for x in pytree.tree_leaves((args, kwargs)) if callable(x)]
             captured = [x for f in functions for x in closed_over(f) if isinstance(x, Tensor)]
             inputs += [self.key(x) for x in captured]
-            event = Operator(str(func), inputs, outputs, [], False, 0)
-            self.recording.events.append(event)
-            return result
-        written = [self.key(x).storage for x in _written_tensors(func, args, kwargs)]
-        count = self._flop_counts.get(func._overloadpacket)
+            written, draws, counted = [], False, func
+        else:
+            written = [self.key(x).storage for x in _written_tensors(func, args, kwargs)]
+            draws, counted = draws_numbers(func, args, kwargs), func._overloadpacket
+        count = self._flop_counts.get(counted)
         flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
-        draws = draws_numbers(func, args, kwargs)
         event = Operator(str(func), inputs, outputs, written, draws, flops)
         self.recording.events.append(event)
         return result

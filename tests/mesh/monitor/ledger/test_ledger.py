@@ -16,6 +16,7 @@ import shardmesh as sm
 from shardmesh.__main__ import main
 from shardmesh.mesh import current_world, init_device_mesh, null_world, simulate
 from shardmesh.mesh.comm.recording.trace_buffer import (
+    MARKS,
     RECORD_WORDS,
     RECORDS,
     RING,
@@ -110,9 +111,9 @@ def test_steps() -> None:
         found = ledger()
         with pytest.raises(ValueError, match="step must be an integer >= 0 or None, got -1"):
             mark_step(-1)
-    steps = found.ranks[0].steps
-    assert [s.number for s in steps] == list(range(8, 40))
-    assert [e.step for e in found.entries] == [None] * 9 + list(range(8, 40))
+    steps, first = found.ranks[0].steps, 40 - MARKS
+    assert [s.number for s in steps] == list(range(first, 40))
+    assert [e.step for e in found.entries] == [None] * (first + 1) + list(range(first, 40))
     assert "in step 39" in str(found)
     assert all(a.start <= b.start for a, b in pairwise(steps))
 

@@ -14,6 +14,9 @@ from torch.nn.attention import flex_attention as flex
 import shardmesh as sm
 from shardmesh import P
 from shardmesh.parallel import pipeline
+from shardmesh.sharding.ops.block_masks import closed_over
+from shardmesh.sharding.parallel.pipeline.stages.recording import Operator, record
+from shardmesh.sharding.parallel.pipeline.stages.skeleton import on_meta
 from tests.sharding.ranks import same_error
 from tests.tiers import slow
 
@@ -199,6 +202,34 @@ def test_a_mask_of_another_batch(mask: Mask) -> None:
 
     text = same_error((2,), program, ValueError)
     assert "block_mask has 3 rows, and the batch 8: give a list with one value for each" in text
+
+
+def test_floating_point_operations() -> None:
+    """By them "even" and "auto" divide a model."""
+    mask = mask_of(DOCUMENTS)
+
+    def flops(attend: Callable[..., Any]) -> int:
+        skeleton = on_meta(make_model(attend))
+        arguments = (IDS,), {"block_mask": mask}
+        with torch.no_grad():  # on a CPU torch's function refuses gradients
+            recording = record(skeleton, *arguments, lambda _: None, lambda _: False, True)
+        return sum(event.flops for event in recording.events if isinstance(event, Operator))
+
+    assert flops(flex.flex_attention) == flops(dense)
+
+
+def test_a_mask_function_with_a_name_that_has_no_value() -> None:
+    def make(documents: Tensor | None) -> Callable[..., Tensor]:
+        if documents is not None:
+            rows = documents.long()
+
+        def visible(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            return q >= kv if documents is None else rows[b, q] == rows[b, kv]
+
+        return visible
+
+    assert closed_over(make(None)) == [None]
+    assert [type(x) for x in closed_over(make(DOCUMENTS))] == [Tensor, Tensor]
 
 
 # -- next to sharded inputs ------------------------------------------------------------------------

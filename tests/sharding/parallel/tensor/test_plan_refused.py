@@ -10,8 +10,15 @@ from torch import nn
 
 import shardmesh as sm
 from shardmesh import P
+from shardmesh.compat import PrepareModuleInput, PrepareModuleOutput, Replicate, Shard
 from shardmesh.sharding.parallel.tensor.plan import parallelize
-from shardmesh.sharding.parallel.tensor.styles import colwise, prepare_inputs, rowwise, shard_params
+from shardmesh.sharding.parallel.tensor.styles import (
+    colwise,
+    prepare_inputs,
+    prepare_outputs,
+    rowwise,
+    shard_params,
+)
 from tests.device import DEVICE
 from tests.sharding.parallel.models import Config, gpt
 from tests.sharding.parallel.plans import on_axes
@@ -261,3 +268,42 @@ def test_plain_numbers_of_ranks_on_a_larger_mesh():
 
     with pytest.raises(sm.errors.ReplicaError, match="counts as replicated inside a prepared"):
         sm.simulate(4)(program)()
+
+
+class Passed(nn.Module):
+    """Returns what it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return x
+
+
+WHOLE, ROWS = Replicate(), Shard(0)
+
+
+@pytest.mark.parametrize(
+    "style",
+    [
+        PrepareModuleInput(input_layouts=WHOLE, desired_input_layouts=ROWS),
+        PrepareModuleInput(input_layouts=WHOLE, desired_input_layouts=ROWS, use_local_output=True),
+        PrepareModuleInput(input_layouts=ROWS, desired_input_layouts=WHOLE),
+        PrepareModuleInput(input_layouts=WHOLE, desired_input_layouts=WHOLE, use_local_output=True),
+        PrepareModuleOutput(output_layouts=WHOLE, desired_output_layouts=ROWS),
+        prepare_outputs(P()),
+    ],
+    ids=repr,
+)
+def test_plain_integers_that_are_not_taken_whole(style):
+    """What is split, passed on as a part, or returned, has to be on a mesh."""
+
+    def program(mesh):
+        model = nn.ModuleDict({"inner": Passed()})
+        mesh = sm.DeviceMesh(DEVICE, mesh.ranks, axis_names=("dp", "tp"))
+        parallelize(model, mesh, {"inner": style}, src_data_rank=0)
+        model["inner"](torch.arange(4))
+
+    text = same_error((2, 2), program, TypeError, silent=False)  # parallelize communicates
+    assert "is a plain tensor [4], and along 'dp'" in text
