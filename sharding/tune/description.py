@@ -608,6 +608,11 @@ def _run_once(model: nn.Module, batch: Any, loss: Loss, blocks: str, *, is_compi
         with counts, hooks, comm_report() as report:
             counts.report = report
             value = loss(call(model, batch), batch)
+        if len(places.begin) < len(list(model.get_submodule(blocks).children())):
+            raise ValueError(
+                f"tune: forward of {type(model).__name__} does not call each block of {blocks}; "
+                "what a block computes is counted when it is called"
+            )
         if not isinstance(value, Tensor) or value.numel() != 1:
             shape = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
             raise ValueError(f"tune: the loss is {shape}; return a tensor with one element")
@@ -755,9 +760,13 @@ def default_loss(output: Any, batch: Any) -> Any:
         return F.cross_entropy(output.logits.float().transpose(1, 2), targets)
     if kind == "logits":
         return output.logits.float().mean()
-    results = list(tensors_in((output,)))
-    scalars = (x for x in results if x.ndim == 0 and x.is_floating_point())
-    scalar = next(scalars, None)
+    results = [x for x in tensors_in((output,)) if x.is_floating_point()]
+    if not results:
+        raise ValueError(
+            f"tune: the model returns {shortened(repr(output))}, in which there is no tensor of "
+            "floating-point numbers; pass loss=, a function of output and batch"
+        )
+    scalar = next((x for x in results if x.ndim == 0), None)
     return results[0].float().mean() if scalar is None else scalar
 
 

@@ -113,7 +113,7 @@ def tune(
         raise ValueError(f"tune(fix={fix!r}): a dict of fields of a form, such as {{'tp': 8}}")
     if near is not None:
         check_form("tune(near", near)
-    if memory is not None and not memory > 0:
+    if memory is not None and not (isinstance(memory, int | float) and memory > 0):
         raise ValueError(f"tune(memory={memory!r}): bytes of a device, such as 80e9")
     if memory is not None:
         chosen = replace(chosen, memory=memory)
