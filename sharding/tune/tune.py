@@ -278,6 +278,11 @@ def _nothing(
             why = f"it has {near.devices:,} devices, and none of its neighbours has {devices:,}"
         if why is None:
             why = _why_not_divided(model, devices, fixed)
+        if why is None and ("schedule" in fixed or "stages" in fixed):
+            why = (
+                "pipelines are searched with schedule=gpipe, 1f1b, zb_h1, and with stages=2 and 4 "
+                "of interleaved"
+            )
         if why is None:
             why = (
                 f"no sizes of the axes have {devices:,} as their product and numbers of data ranks "

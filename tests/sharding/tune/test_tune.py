@@ -545,6 +545,8 @@ def test_values_that_a_form_does_not_take(llama, fix, message):
             {"pp": 1, "rows": 5},
             "with pp=1, rows=5: rows=5 does not divide the 16 rows of the batch",
         ),
+        ({"pp": 1, "schedule": "gpipe"}, "schedule=gpipe: pipelines are searched with schedule="),
+        ({"stages": 3}, "with stages=3: pipelines are searched with schedule=gpipe, 1f1b, zb_h1"),
         ({"pp": 1, "gather": "step"}, "gather=step needs a pipeline, and fsdp, cp or ep"),
         ({"pp": 2, "dp": 2, "gather": "step"}, "gather=step needs a pipeline, and fsdp, cp or ep"),
     ],
