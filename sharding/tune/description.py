@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
@@ -30,7 +30,7 @@ from ..abstract.eval_shape import eval_shape
 from ..abstract.peak_memory import PeakMemory
 from ..layout.layout import Layout
 from ..layout.spec import P
-from ..parallel.data.storage.flat import split_dims
+from ..parallel.data.storage.flat import piece_of_rows, split_dims
 from ..parallel.data.wrap import AUTO, matching_modules
 from ..parallel.experts.token_wise import token_wise
 from ..parallel.experts.transformers_experts import why_not_moe
@@ -267,7 +267,7 @@ class Description:
         self._others: dict[torch.dtype, Description] = {}
         self._costs: dict[tuple[int, bool, bool, bool], ModelCosts] = {}
         self._stages: dict[tuple[int, bool, int, bool], Stages] = {}
-        self._held_beside: dict[tuple[int, int | None], float] = {}
+        self._of_units: dict[tuple[str, int, int | None], float] = {}
         self._why_not_tp: dict[tuple[int, bool, bool], str | None] = {}
 
     def computing_in(self, dtype: str) -> Description:
@@ -440,27 +440,54 @@ class Description:
             expert_ranks: the number of ranks over which experts are split, which are a unit of
                 their own; None if they are in the unit of their block.
         """
-        key = (parts, expert_ranks)
-        if key not in self._held_beside:
-            self._held_beside[key] = sum(
-                len(members) / self.layers * self._held_beside_in(members[0], *key)
-                for members in self.indices_of_kinds
-            )
-        return self._held_beside[key]
 
-    def _held_beside_in(self, index: int, parts: int, expert_ranks: int | None) -> float:
+        def of_block(shapes: Sequence[tuple[int, ...]]) -> float:
+            dims = split_dims(shapes, parts)
+            sizes = (math.prod(x) for x, dim in zip(shapes, dims, strict=True) if dim and x[0] > 1)
+            # the busiest rank may have a part of them alone
+            return min(sum(sizes), sum(map(math.prod, shapes)) / parts)
+
+        return self._on_average("held beside", of_block, parts, expert_ranks)
+
+    def padding(self, parts: int, expert_ranks: int | None) -> float:
+        """Return by how many elements a rank's piece of a block is longer than the mean. Cached.
+
+        `data_parallel` splits parameters between the rows of dim 0, which are experts in a stack of
+        matrices, and all pieces are as long as the longest. Arguments are those of `held_beside`.
+        """
+
+        def of_block(shapes: Sequence[tuple[int, ...]]) -> float:
+            return piece_of_rows(shapes, parts) - sum(map(math.prod, shapes)) / parts
+
+        return self._on_average("padding", of_block, parts, expert_ranks)
+
+    def _on_average(
+        self,
+        name: str,
+        of_block: Callable[[Sequence[tuple[int, ...]]], float],
+        parts: int,
+        expert_ranks: int | None,
+    ) -> float:
+        """Return the mean over blocks of a number for the shapes of a unit with experts."""
+        key = (name, parts, expert_ranks)
+        if key not in self._of_units:
+            self._of_units[key] = sum(
+                len(members) / self.layers * of_block(shapes)
+                for members in self.indices_of_kinds
+                if parts > 1 and (shapes := self._shapes(members[0], expert_ranks))
+            )
+        return self._of_units[key]
+
+    def _shapes(self, index: int, expert_ranks: int | None) -> list[tuple[int, ...]]:
+        """Return the shapes of a block, or of its experts on a rank."""
         block = self.model.get_submodule(f"{self.blocks}.{index}")
-        shapes = [tuple(x.shape) for x in block.parameters()]
-        if expert_ranks is not None:
-            shapes = [
-                (x.shape[0] // expert_ranks, *x.shape[1:])
-                for _, experts in mixtures(block)
-                for x in experts.parameters()
-            ]
-        dims = split_dims(shapes, parts) if parts > 1 else ()
-        beside = [math.prod(x) for x, dim in zip(shapes, dims, strict=False) if dim and x[0] > 1]
-        # the busiest rank may have a part of them alone
-        return min(sum(beside), sum(map(math.prod, shapes)) / parts)
+        if expert_ranks is None:
+            return [tuple(x.shape) for x in block.parameters()]
+        return [
+            (x.shape[0] // expert_ranks, *x.shape[1:])
+            for _, experts in mixtures(block)
+            for x in experts.parameters()
+        ]
 
     def shortened(self, blocks: list[int]) -> nn.Module:
         """Return a copy of the model with copies of some of its blocks."""
@@ -608,6 +635,11 @@ def _run_once(model: nn.Module, batch: Any, loss: Loss, blocks: str, *, is_compi
         with counts, hooks, comm_report() as report:
             counts.report = report
             value = loss(call(model, batch), batch)
+        if len(places.begin) < len(list(model.get_submodule(blocks).children())):
+            raise ValueError(
+                f"tune: forward of {type(model).__name__} does not call each block of {blocks}; "
+                "what a block computes is counted when it is called"
+            )
         if not isinstance(value, Tensor) or value.numel() != 1:
             shape = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
             raise ValueError(f"tune: the loss is {shape}; return a tensor with one element")
@@ -641,7 +673,7 @@ def _run_once(model: nn.Module, batch: Any, loss: Loss, blocks: str, *, is_compi
     in_experts = {id(x): x for _, inner in mixtures(model) for x in inner.parameters()}
     begin = memory.of(([*parameters, *model.buffers()], batch))
     peaks = moments.peaks()
-    # of the whole step for a model whose last block is not called
+    # of the whole step for a model whose last block returns the loss
     at_loss = peaks.get(("after forward", last, 0), max(peaks.values()))
     transient = at_loss - begin - sum(tape.sizes[key] for key in counts.saved)
     costs = Costs(
@@ -757,9 +789,13 @@ def default_loss(output: Any, batch: Any) -> Any:
         return F.cross_entropy(output.logits.float().transpose(1, 2), targets)
     if kind == "logits":
         return output.logits.float().mean()
-    results = list(tensors_in((output,)))
-    scalars = (x for x in results if x.ndim == 0 and x.is_floating_point())
-    scalar = next(scalars, None)
+    results = [x for x in tensors_in((output,)) if x.is_floating_point()]
+    if not results:
+        raise ValueError(
+            f"tune: the model returns {shortened(repr(output))}, in which there is no tensor of "
+            "floating-point numbers; pass loss=, a function of output and batch"
+        )
+    scalar = next((x for x in results if x.ndim == 0), None)
     return results[0].float().mean() if scalar is None else scalar
 
 

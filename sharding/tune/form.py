@@ -269,6 +269,10 @@ def why_not(form: Form, model: Description) -> str | None:
         return "regather needs sequence parallelism, and recompute=none"
     if form.regather and form.ep > 1:
         return f"ep={form.ep}: regather does not take the gather of experts' results"
+    if form.gather == "step" and (form.pp == 1 or form.shards == 1):
+        return "gather=step needs a pipeline, and fsdp, cp or ep"
+    if form.stages > 1 and (form.pp == 1 or form.schedule not in ("interleaved", "zb_h1")):
+        return f"stages={form.stages} needs a pipeline, and schedule=interleaved or zb_h1"
     if form.zero < 3 and (form.shards == 1 or form.pp > 1 or form.dp > 1):
         return f"zero={form.zero} needs fsdp or cp, and neither a pipeline nor dp"
     if form.zero < 3 and form.ep == 1 and model.experts % form.shards:

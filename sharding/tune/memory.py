@@ -4,7 +4,9 @@ With P parameters on the rank's stages and tp rank, n ranks that share them, bfl
 AdamW in float32, or with the bytes of the form's own dtypes; in use are of experts those of the
 rank of ep:
 
-    parameters     4 P / n, and stacks of experts that are no intervals of the buffer once more
+    parameters     4 P / n, and stacks of experts that are no intervals of the buffer once more.
+                   With zero < 3 all pieces of blocks with experts are as long as the longest, here
+                   and below
     gradients      4 P / n, if an earlier microbatch has made some
     optimizer      8 P / n
     gathered       2 bytes of the outermost unit; in a block's backward also of two blocks, and the
@@ -131,11 +133,15 @@ def memory_of(form: Form, model: Description, rank: int) -> Memory:
     sums_whole = form.gather == "step" or (form.zero == 1 and form.microbatches > 1)
     # a rank that has whole parameters uses them as they are, if no dtype differs
     used_bytes = form.used_bytes if shards > 1 or form.param_dtype != form.dtype else 0
-    whole = used_bytes * in_use + (reduced * used if shards > 1 and sums_whole else 0.0)
+    padding, parts = _padding(form, model)
+    in_use += blocks * padding * parts
+    whole_sums = reduced * (used + blocks * padding * parts)
+    whole = used_bytes * in_use + (whole_sums if shards > 1 and sums_whole else 0.0)
     if form.dp > 1 and shards == 1 and not frees:  # each microbatch has its copy
         whole += used_bytes * (used - edges) * (live - 1)
     of_blocks = min(2 if shards > 1 else 1, blocks) * largest if frees else 0.0
-    gradients = kept * held / shards
+    at_rest = kept * (held / shards + blocks * padding)
+    gradients = at_rest
     # Sums of earlier microbatches: none if all forwards come before the first backward, and whole
     # ones, among what is gathered, with gather="step" and zero=1.
     if sums_whole:
@@ -201,7 +207,6 @@ def memory_of(form: Form, model: Description, rank: int) -> Memory:
         at_end = (used_bytes + reduced) * edges + (0.0 if frees else whole)
         now = max(before, gradients - kept * edges / shards)
         moments.append((now, at_end, activations * (live - 1) / live, 0.0))
-    at_rest = kept * held / shards
     # what AdamW computes, or the one buffer that dp sums; copies last until parameters are written
     copies = used_bytes * in_use if keeps and shards > 1 else 0.0
     moments.append((at_rest, at_rest + copies, 0.0, 0.0))
@@ -214,6 +219,18 @@ def memory_of(form: Form, model: Description, rank: int) -> Memory:
         activations=activations,
         loss=loss,
     )
+
+
+def _padding(form: Form, model: Description) -> tuple[float, int]:
+    """Return by how much pieces of blocks are longer than the mean, and how many there are.
+
+    Elements of a block with experts, see `Description.padding`; with zero=3 they are not counted.
+    """
+    if not model.experts or form.zero == 3:
+        return 0.0, 1
+    if form.ep > 1:
+        return model.padding(form.expert_shards, form.expert_ranks), form.expert_shards
+    return (model.padding(form.shards, None) if form.tp == 1 else 0.0), form.shards
 
 
 def _held_beside(form: Form, model: Description) -> float:

@@ -48,13 +48,13 @@ class MomentsOfMemory:
     def watch(self, blocks: Iterable[nn.Module], places: Iterable[Place | None]) -> None:
         """Note when these blocks, and copies that are made of them, begin and end.
 
-        What happens in blocks without a place is noted, but has no moment of its own.
+        Moments of blocks without a place are numbered together, as those of no block are.
         """
         for block, place in zip(blocks, places, strict=True):
             _watch(block, partial(self.note, place=place))
 
     def peaks(self) -> dict[Moment, float]:
-        """Return the most bytes that are alive at each moment of blocks that have a place."""
+        """Return the most bytes that are alive at each moment."""
         history = self._memory.history
         counts: Counter[tuple[Event, Place | None]] = Counter()
         peaks: dict[Moment, float] = {}

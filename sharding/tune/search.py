@@ -124,7 +124,12 @@ def _inner_forms(
     schedules = _SCHEDULES if base.pp > 1 else (("1f1b", 1),)
     if base.pp > 1 and allowed("schedule", ["gpipe", "1f1b"]) == ["gpipe"]:
         schedules = (("gpipe", 1),)  # it holds more than 1f1b: only if it is asked for
-    gathers = ("microbatch", "step") if base.pp > 1 and base.shards > 1 else ("microbatch",)
+    takes_gather = base.pp > 1 and base.shards > 1
+    gathers = (
+        ("microbatch", "step")
+        if takes_gather or not allowed("gather", ["microbatch"])
+        else ("microbatch",)
+    )
     takes_zero = base.shards > 1 and base.pp == base.dp == 1
     zeros = (3, 2, 1) if takes_zero or not allowed("zero", [3]) else (3,)
     for n, split, (schedule, stages), recompute, gather, zero in product(

@@ -113,7 +113,7 @@ def tune(
         raise ValueError(f"tune(fix={fix!r}): a dict of fields of a form, such as {{'tp': 8}}")
     if near is not None:
         check_form("tune(near", near)
-    if memory is not None and not memory > 0:
+    if memory is not None and not (isinstance(memory, int | float) and memory > 0):
         raise ValueError(f"tune(memory={memory!r}): bytes of a device, such as 80e9")
     if memory is not None:
         chosen = replace(chosen, memory=memory)
@@ -278,6 +278,11 @@ def _nothing(
             why = f"it has {near.devices:,} devices, and none of its neighbours has {devices:,}"
         if why is None:
             why = _why_not_divided(model, devices, fixed)
+        if why is None and ("schedule" in fixed or "stages" in fixed):
+            why = (
+                "pipelines are searched with schedule=gpipe, 1f1b, zb_h1, and with stages=2 and 4 "
+                "of interleaved"
+            )
         if why is None:
             why = (
                 f"no sizes of the axes have {devices:,} as their product and numbers of data ranks "

@@ -12,6 +12,7 @@ from torch import nn
 import shardmesh as sm
 from shardmesh import P, Replicate, Shard
 from shardmesh.mesh.errors import MeshError
+from shardmesh.parallel import Routing, moe
 from shardmesh.sharding.abstract.eval_shape import eval_shape
 from tests.device import DEVICE
 from tests.sharding.ranks import on_mesh
@@ -395,3 +396,38 @@ def test_a_sharded_model_on_its_rank():
         assert not any(p.is_meta or p._local.is_meta for p in model.parameters())  # type: ignore[union-attr]
 
     on_mesh((3,), main)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_rows_of_experts_are_spread_evenly(ranks):
+    """Bytes are those of ranks whose tokens take experts in turn."""
+    tokens, experts, width, choices = 6 * ranks, 2 * ranks, 6, 2
+
+    def layer(x, chosen, weights, up, capacity=None):
+        def expert(rows, one):
+            return rows @ one["up"]
+
+        return moe(x, Routing(chosen, weights), expert, {"up": up}, axis="ep", capacity=capacity)
+
+    arguments = [
+        torch.randn(tokens, width),
+        torch.arange(tokens * choices).reshape(tokens, choices) % experts,
+        torch.rand(tokens, choices),
+        torch.randn(experts, width, width),
+    ]
+
+    def program():
+        mesh = sm.init_device_mesh(DEVICE, (ranks,), axis_names=("ep",))
+        placed = [sm.device_put(x, mesh, P("ep")) for x in arguments]
+        with sm.debug.comm_report() as report:
+            out = layer(*placed)
+        return report.by_op, out.spec
+
+    mesh = sm.AbstractMesh((ranks,), ("ep",))
+    layouts = [layout(mesh, P("ep"), *x.shape, dtype=x.dtype) for x in arguments]
+    for rank, (by_op, spec) in enumerate(sm.simulate(ranks)(program)()):
+        evaluated = eval_shape(layer, *layouts, rank=rank)
+        assert evaluated.report.by_op == by_op
+        assert evaluated.result.spec == spec
+    with pytest.raises(RuntimeError, match="eval_shape runs without values"):
+        eval_shape(layer, *layouts, capacity=1.0)

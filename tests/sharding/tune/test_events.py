@@ -124,6 +124,10 @@ def test_microbatches_that_are_not_equal_are_printed_one_by_one():
             "the program saves what it gathers",
         ),
         (Form(fsdp=3, rows=4), "3 data ranks with 1 x 4 rows"),
+        (Form(fsdp=4, rows=4, gather="step"), "gather=step needs a pipeline, and fsdp, cp or ep"),
+        (Form(pp=2, rows=8, microbatches=2, gather="step"), "gather=step needs a pipeline, and"),
+        (Form(fsdp=4, rows=4, stages=2), "stages=2 needs a pipeline, and schedule=interleaved"),
+        (Form(pp=2, rows=8, microbatches=2, stages=2), "schedule=interleaved or zb_h1"),
     ],
     ids=str,
 )

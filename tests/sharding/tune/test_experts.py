@@ -600,6 +600,23 @@ def test_memory_of_whole_experts(form, folder):
     assert memory_of(form, described("larger"), 0).total == pytest.approx(peak, rel=0.03)
 
 
+@pytest.mark.parametrize(
+    ("form", "error"),
+    [
+        (Form(fsdp=2, ep=2, rows=2, microbatches=2, zero=1), MEMORY),
+        slow(Form(fsdp=2, ep=2, rows=4, zero=2), MEMORY),
+        slow(Form(fsdp=4, rows=2, microbatches=2, zero=1), 0.03),
+    ],
+    ids=str,
+)
+def test_memory_of_pieces_with_whole_experts(form, error, folder):
+    """A rank has the gate_up_proj of two experts, the other one their down_proj, half as long."""
+    model = described("larger")
+    assert model.padding(2, 2) == SIZES["hidden_size"] * SIZES["intermediate_size"]
+    peak, _ = measured(form, folder)
+    assert memory_of(form, model, 0).total == pytest.approx(peak, rel=error)
+
+
 def test_whole_experts_receive_no_rows(folder):
     """The bytes of DDP are those of gradients and scalars, of which there are two.
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from functools import partial
+from collections.abc import Callable, Iterable
+from functools import partial, reduce
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -174,3 +176,54 @@ def test_an_encoder_and_a_decoder():
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         tune(model, {"input_ids": ids(8, 16), "labels": ids(8, 16)})
+
+
+class Stack(nn.Module):
+    """Linear layers as blocks, called in a way of its own, with an output of its own."""
+
+    def __init__(self, run: Callable[[nn.ModuleList, Tensor], Any]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.run = run
+
+    def forward(self, x: Tensor) -> Any:
+        return self.run(self.layers, x)
+
+
+def in_order(layers: Iterable[Any], x: Tensor) -> Tensor:
+    return reduce(lambda x, layer: layer(x), layers, x)
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (
+            lambda layers, x: reduce(lambda x, y: F.linear(x, y.weight), layers, x),
+            "tune: forward of Stack does not call each block of layers; what",
+        ),
+        (
+            lambda layers, x: in_order(layers[:-1], x) + x,
+            "does not call each block of layers; what",
+        ),
+        (lambda layers, x: SimpleNamespace(hidden=in_order(layers, x)), "the model returns namesp"),
+        (lambda layers, x: in_order(layers, x).argmax(-1), "pass loss=, a function of output and"),
+    ],
+    ids=["weights of blocks", "some blocks", "no tensor", "indices"],
+)
+def test_models_that_cannot_be_counted(run, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        tune(on_meta(lambda: Stack(run)), torch.empty(8, 8, device="meta"), fix={"tp": 1})
+
+
+def test_results_besides_indices():
+    """The loss is that of the first result in floating point."""
+
+    def run(layers: nn.ModuleList, x: Tensor) -> Any:
+        x = in_order(layers, x)
+        return x.argmax(-1), x
+
+    batch = torch.empty(8, 8, device="meta")
+    costs = [
+        Description(on_meta(lambda run=run: Stack(run)), batch).costs(1) for run in (run, in_order)
+    ]
+    assert costs[0].block == costs[1].block

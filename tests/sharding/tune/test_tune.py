@@ -545,9 +545,13 @@ def test_values_that_a_form_does_not_take(llama, fix, message):
             {"pp": 1, "rows": 5},
             "with pp=1, rows=5: rows=5 does not divide the 16 rows of the batch",
         ),
+        ({"pp": 1, "schedule": "gpipe"}, "schedule=gpipe: pipelines are searched with schedule="),
+        ({"stages": 3}, "with stages=3: pipelines are searched with schedule=gpipe, 1f1b, zb_h1"),
+        ({"pp": 1, "gather": "step"}, "gather=step needs a pipeline, and fsdp, cp or ep"),
+        ({"pp": 2, "dp": 2, "gather": "step"}, "gather=step needs a pipeline, and fsdp, cp or ep"),
     ],
 )
-def test_numbers_that_do_not_divide(llama, fix, message):
+def test_values_that_no_form_has(llama, fix, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         tune(llama, tiny.ids(16), devices=4, fix=fix)
 
@@ -571,6 +575,7 @@ def test_a_field_without_a_name():
         ({"near": "tp=2"}, "tune(near='tp=2'): pass a Form, such as Form(fsdp=8)"),
         ({"near": Form(pp=0)}, "pp=0: a whole number from 1"),
         ({"memory": -1}, "tune(memory=-1): bytes of a device, such as 80e9"),
+        ({"memory": "80GB"}, "tune(memory='80GB'): bytes of a device, such as 80e9"),
         ({"loss": lambda output, _: output.logits}, "the loss is a tensor [1, 16, 64]; return"),
     ],
 )

@@ -235,6 +235,11 @@ def split_dims(shapes: Sequence[tuple[int, ...]], parts: int) -> tuple[int, ...]
     return _dims_and_layout(shapes, None, parts)[0]
 
 
+def piece_of_rows(shapes: Sequence[tuple[int, ...]], parts: int) -> int:
+    """Return the elements of a rank's piece if each tensor is split along dim 0."""
+    return _layout_of(shapes, [0] * len(shapes), parts).piece
+
+
 def _dims_and_layout(
     shapes: Sequence[tuple[int, ...]], fixed: Sequence[int | None] | None, parts: int
 ) -> tuple[tuple[int, ...], FlatLayout]:

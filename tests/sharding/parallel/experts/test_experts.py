@@ -616,33 +616,3 @@ def test_rows_are_sorted_before_the_host_waits_for_counts(monkeypatch):
 
     assert {"argsort", "sort"} & set(on_mesh((1,), partial(program, capacity=1.0))[0])
     assert "index_select" in on_mesh((1,), partial(program, capacity=None))[0]
-
-
-def test_without_values_rows_are_spread_evenly():
-    """Bytes by `eval_shape`, and of ranks whose tokens choose experts in turn."""
-    tokens, experts, width = 32, 8, 6
-
-    def mixture(x, chosen, up):
-        routing = Routing(chosen, torch.ones_like(chosen, dtype=x.dtype))
-        return moe(x, routing, lambda rows, params: rows @ params["up"], {"up": up})
-
-    def run():
-        mesh = sm.init_device_mesh("cpu", (4,), axis_names=("ep",))
-        first = torch.arange(tokens)[:, None]
-        x, chosen, up = (
-            sm.device_put(whole, mesh, P("ep"), src_data_rank=None)
-            for whole in (
-                torch.ones(tokens, width),
-                (first + torch.arange(2)) % experts,
-                torch.ones(experts, width, width),
-            )
-        )
-        with sm.debug.comm_report() as report:
-            out = mixture(x, chosen, up)
-        return [sm.typeof(t) for t in (x, chosen, up, out)], report.by_axis
-
-    for (*layouts, expected), by_axis in sm.simulate(4)(run)():
-        found = sm.debug.eval_shape(mixture, *layouts)
-        assert found.report.by_axis == by_axis
-        assert found.result.shape == expected.shape
-        assert found.result.spec == expected.spec
