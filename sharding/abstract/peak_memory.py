@@ -44,7 +44,9 @@ class PeakMemory(TorchDispatchMode):
         super().__init__()
         self.live, self.peak = 0, 0
         self._history: list[int] = []
-        self._made_before: list[tuple[int, int]] = []  # operators before it was found, its bytes
+        self._made_before: list[
+            tuple[int, int]
+        ] = []  # operators that ran before it was taken, bytes
         self._device_type = device_type
         self._bytes: dict[int, int] = {}  # storage -> its bytes; 0 for a stand-in
         self._stand_ins: set[int] = set()
@@ -78,11 +80,13 @@ class PeakMemory(TorchDispatchMode):
     def history(self) -> list[int]:
         """`live` after each operator."""
         history = list(self._history)
-        later = 0  # bytes of what was found after an operator
-        found = list(self._made_before)
-        for index in reversed(range(len(history))):
-            while found and found[-1][0] > index:
-                later += found.pop()[1]
+        later = 0  # bytes of what was made before, and taken by a later operator for the first time
+        end = len(history)
+        for operators, count in reversed(self._made_before):
+            for index in range(operators, end):
+                history[index] += later
+            later, end = later + count, operators
+        for index in range(end):
             history[index] += later
         return history
 

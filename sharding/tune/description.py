@@ -604,9 +604,7 @@ class Description:
         def step(module: nn.Module, batch: Any) -> _Run:
             return _run_once(module, batch, self.loss, self.blocks, is_compiled=compiled)
 
-        evaluated = self.evaluate(step, blocks, tp, sequence_parallel, dispatches)
-        run: _Run = evaluated.result
-        return run
+        return self.evaluate(step, blocks, tp, sequence_parallel, dispatches).result
 
 
 @dataclass(frozen=True)

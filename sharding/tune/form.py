@@ -222,8 +222,7 @@ def check_field(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value!r}: a form has the fields {', '.join(names)}")
     choices = _CHOICES.get(name)
     if choices is None:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r}: a whole number from 1")
+        check_count(f"{name}={value!r}", value)
     elif name in DTYPES and value not in choices:
         names_of_dtypes = " or ".join(f'"{choice}"' for choice in choices)
         is_float8 = "float8" in str(value)
@@ -231,6 +230,12 @@ def check_field(name: str, value: Any) -> None:
         raise ValueError(f"{name}={shortened(repr(value))}: {why}write {names_of_dtypes}")
     elif value not in choices:
         raise ValueError(f"{name}={value!r}: one of {', '.join(map(str, choices))}")
+
+
+def check_count(said: str, value: Any, least: int = 1) -> None:
+    """Raise ValueError, whose text begins with `said`, for what is no whole number from `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{said}: a whole number from {least}")
 
 
 def check_form(what: str, form: Any) -> None:

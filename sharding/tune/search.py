@@ -124,14 +124,13 @@ def _inner_forms(
     schedules = _SCHEDULES if base.pp > 1 else (("1f1b", 1),)
     if base.pp > 1 and allowed("schedule", ["gpipe", "1f1b"]) == ["gpipe"]:
         schedules = (("gpipe", 1),)  # it holds more than 1f1b: only if it is asked for
-    takes_gather = base.pp > 1 and base.shards > 1
-    gathers = (
-        ("microbatch", "step")
-        if takes_gather or not allowed("gather", ["microbatch"])
-        else ("microbatch",)
-    )
-    takes_zero = base.shards > 1 and base.pp == base.dp == 1
-    zeros = (3, 2, 1) if takes_zero or not allowed("zero", [3]) else (3,)
+
+    def offered(name: str, values: tuple[Any, ...], takes: bool) -> tuple[Any, ...]:
+        """Return the first value, and the others if the form takes them or one is asked for."""
+        return values if takes or not allowed(name, values[:1]) else values[:1]
+
+    gathers = offered("gather", ("microbatch", "step"), base.pp > 1 and base.shards > 1)
+    zeros = offered("zero", (3, 2, 1), base.shards > 1 and base.pp == base.dp == 1)
     for n, split, (schedule, stages), recompute, gather, zero in product(
         counts,
         splits,

@@ -182,8 +182,8 @@ class _Sharing:
         self._ep, self._prices = form.ep, prices
         slower = prices.device.summing("reduce_scatter", form.reduce_dtype)
         self._used, self._reduced = form.used_bytes, slower * form.reduced_bytes
-        groups = form.group("shards", prices.node), form.group("expert_shards", prices.node)
-        self._groups = groups
+        names = "shards", "expert_shards"
+        self._groups = tuple(form.group(name, prices.node) for name in names)
 
     def used(self, block: Costs) -> _Elements:
         """Return what a rank uses of a block."""

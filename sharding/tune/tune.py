@@ -15,7 +15,7 @@ from ..trees import map_tensors
 from . import program_costs
 from .description import IMBALANCE, Description, Loss
 from .devices import Device, device_of
-from .form import AXES, Form, check_field, check_form, why_not
+from .form import AXES, Form, check_count, check_field, check_form, why_not
 from .memory import peak_memory, size
 from .plans import own_plan
 from .prices import Prices
@@ -196,8 +196,7 @@ def _proposed(model: nn.Module, batch: Any, loss: Loss | None) -> tuple[Mapping[
 
 
 def _check_count(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"tune({name}={value!r}): a whole number from {least}")
+    check_count(f"tune({name}={value!r})", value, least)
 
 
 def _finalists(

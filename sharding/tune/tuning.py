@@ -12,7 +12,7 @@ import torch
 from ...mesh.text import table_lines
 from .description import Description
 from .events import StepEvents, step_events
-from .form import Form
+from .form import Form, check_count
 from .measure import measure_program
 from .memory import size
 from .prices import Prices
@@ -106,8 +106,7 @@ class Tuning:
                 "lines of a function build() that returns it"
             )
         for name, value in (("count", count), ("steps", steps)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"measure({name}={value!r}): a whole number from 1")
+            check_count(f"measure({name}={value!r})", value)
         if device not in (None, "cuda", "cpu"):
             raise ValueError(f'measure(device={device!r}): write "cuda" or "cpu"')
         if device is None:
