@@ -177,6 +177,7 @@ class Description:
         loss: a function of output and batch; see `default_loss`.
         plan: a plan of tensor parallelism in place of the model's own.
         proposed: a plan for a model that has none, if none is given.
+        why_none_proposed: why no plan is, for reasons; "" if that says nothing.
         dtype: in which the model computes.
         imbalance: rows that the experts of the busiest rank of ep compute, over the mean.
 
@@ -196,7 +197,7 @@ class Description:
         expert_weights: the paths of the weights of experts, as patterns.
         plan: of tensor parallelism; {} if there is none.
         is_plan_proposed: whether that is the proposed one.
-        why_none_proposed: why no plan is, for reasons; "" if that says nothing.
+        why_none_proposed: the argument.
         odd_experts: why programs cannot split them; None if they can.
 
     Raises:
@@ -212,6 +213,7 @@ class Description:
         loss: Loss | None = None,
         plan: Mapping[str, Any] | None = None,
         proposed: Mapping[str, Any] | None = None,
+        why_none_proposed: str = "",
         dtype: torch.dtype = torch.bfloat16,
         imbalance: float = IMBALANCE,
     ) -> None:
@@ -260,7 +262,7 @@ class Description:
         self.odd_experts: str | None = next((why for why in odd if why is not None), None)
         self._is_callers_plan = plan is not None
         own = own_plan(model)
-        self.why_none_proposed = ""
+        self.why_none_proposed = why_none_proposed
         self.is_plan_proposed = plan is None and not own and bool(proposed)
         self.plan: dict[str, Any] = dict(plan) if plan is not None else own or dict(proposed or {})
         self.sequence_plan = sequence_plan(model, self.blocks, self.plan)

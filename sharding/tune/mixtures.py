@@ -39,7 +39,7 @@ def mixture_inputs(model: nn.Module, forward: Callable[[], Any]) -> list[str]:
         One for each module that has experts; none at all if another module takes one of these
         results, or if a module of experts is called with something else.
     """
-    parents = {path.rpartition(".")[0] for path, _ in mixtures(model)}
+    parents = dict.fromkeys(path.rpartition(".")[0] for path, _ in mixtures(model))
     results: list[tuple[str, Any]] = []
     uses: list[tuple[str, Any]] = []
 

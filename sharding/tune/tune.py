@@ -128,9 +128,14 @@ def tune(
     if plan is None and devices > 1 and fixed.get("tp") != 1 and not own_plan(model):
         proposed, why_none = _proposed(model, batch, loss)
     described = Description(
-        model, batch, loss=loss, plan=plan, proposed=proposed, imbalance=imbalance
+        model,
+        batch,
+        loss=loss,
+        plan=plan,
+        proposed=proposed,
+        why_none_proposed=why_none,
+        imbalance=imbalance,
     )
-    described.why_none_proposed = why_none
     searched = search(described, prices, devices, usable, fixed, max_microbatch, near)
     if not searched.fitting:
         raise _nothing(described, searched, devices, usable, fixed, chosen, near)
